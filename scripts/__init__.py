@@ -1,0 +1,1 @@
+"""Programs a person runs, and the helpers they share."""

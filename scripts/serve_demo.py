@@ -1,0 +1,498 @@
+"""Serve a real model twice on one kvtier store, and show what the second start did not compute.
+
+`make run` runs this: `vllm serve` answers questions about long documents on an empty store, stops,
+starts again on the same store, and answers the same questions in the same order. Every figure
+comes from outside kvtier's own code: the clock of the client, vLLM's `/metrics`, the file system.
+Exits 0 only when all answers are the same, the second run took its documents from the disk, and
+(for a model whose prompts cost something to compute) it was at least twice as fast.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from scripts.demo_prompts import DemoPrompt, prompts
+from scripts.make_model import ModelError, ensure_model
+from scripts.models import MODELS, ROOT, ModelPreset
+from scripts.serving import Completion, Metrics, ServeConfig, ServeError, VllmServer
+
+ANSWER_TOKENS = 24
+SPEEDUP_MIN = 2.0  # median cold over median warm time to the first token
+DISK_SHARE_MIN = 0.9  # of a warm prompt: all but the question and a last, partial chunk
+ROW_ALIGN_BYTES = 4096
+CPU_BYTES = "512MiB"
+BUDGET = "2GB"
+METRICS_TIMEOUT_S = 5.0  # counters follow an answer by one step of the engine
+DRAIN_TIMEOUT_S = 20.0  # far longer than writing the demo's 0.3 GB takes
+DRAIN_QUIET_S = 1.0  # writes that pause for this long are done
+TABLE_COLUMNS = 118  # where the output is no terminal
+
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+CACHED_BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
+FINISHED = "vllm:request_success_total"
+
+
+class DemoError(Exception):
+    """The demo cannot run as asked; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the tokens of a prompt came from, by vLLM's counters."""
+
+    computed: int
+    device: int
+    host: int
+    disk: int
+
+    @classmethod
+    def between(cls, before: Metrics, after: Metrics) -> Sources:
+        def grown(name: str, source: str) -> int:
+            return int(after.value(name, source=source) - before.value(name, source=source))
+
+        return cls(
+            computed=grown(BY_SOURCE, "local_compute"),
+            device=grown(CACHED_BY_SOURCE, "device"),
+            host=grown(CACHED_BY_SOURCE, "host"),
+            disk=grown(CACHED_BY_SOURCE, "disk"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    prompt: DemoPrompt
+    answer: Completion
+    sources: Sources
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOnDisk:
+    """The rows array of one namespace, as its Zarr metadata describes it."""
+
+    namespace: str
+    slots: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes of the root: kvtier's own gauges (None when it reports none), and what `stat` says."""
+
+    used_bytes: int | None
+    budget_bytes: int | None
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a demo found. `faults` is empty when it kept all its promises."""
+
+    model: str
+    tensor_parallel: int
+    cold: Sequence[Answered]
+    warm: Sequence[Answered]
+    ready_s: tuple[float, float]
+    disk: DiskUse
+    rows: Sequence[RowsOnDisk]
+    single_copy_row_bytes: int | None
+    faults: Sequence[str] = ()
+
+    @property
+    def ttft_cold_s(self) -> float:
+        return median_ttft_s(self.cold)
+
+    @property
+    def ttft_warm_s(self) -> float:
+        return median_ttft_s(self.warm)
+
+    @property
+    def speedup(self) -> float:
+        return self.ttft_cold_s / self.ttft_warm_s
+
+
+def median_ttft_s(run: Iterable[Answered]) -> float:
+    """Over the first question of each document: the later ones hit the device in either run."""
+    return statistics.median(a.answer.ttft_s for a in run if a.prompt.number == 1)
+
+
+def same_answer(cold: Answered, warm: Answered) -> bool:
+    return cold.answer.token_ids == warm.answer.token_ids
+
+
+# -- the store, seen from outside --------------------------------------------
+
+
+def allocated_bytes(root: Path) -> int:
+    """The physical bytes of all files under `root`; 0 when it is not there."""
+    return sum(path.lstat().st_blocks * 512 for path in root.rglob("*"))
+
+
+def rows_on_disk(root: Path) -> list[RowsOnDisk]:
+    """The rows array of every namespace under `root`."""
+    found = []
+    for path in sorted(root.glob("*/rows/zarr.json")):
+        slots, row_bytes = json.loads(path.read_text())["shape"]
+        found.append(RowsOnDisk(path.parent.parent.name, slots, row_bytes))
+    return found
+
+
+def single_copy_row_bytes(preset: ModelPreset) -> int | None:
+    """What one block of an MLA model weighs when stored once, rounded up; None for other models."""
+    config = preset.config()
+    if "kv_lora_rank" not in config:
+        return None
+    latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    element_bytes = {"float32": 4, "bfloat16": 2}[preset.dtype]
+    block_bytes = config["num_hidden_layers"] * preset.block_size_tokens * latent * element_bytes
+    return -(-block_bytes // ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
+
+
+def gauge(metrics: Metrics, name: str) -> int | None:
+    return int(metrics.value(name)) if metrics.has(name) else None
+
+
+# -- running -----------------------------------------------------------------
+
+
+def kvtier_config(root: Path) -> dict[str, Any]:
+    """The `--kv-transfer-config` that puts kvtier under vLLM."""
+    return {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "tiering.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": CPU_BYTES,
+            "disk": {"root": str(root), "budget": BUDGET},
+        },
+    }
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not (finished := done()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return finished
+
+
+def ask(server: VllmServer, prompt: DemoPrompt) -> Answered:
+    """One request, and what the counters grew by around it. The server must be otherwise idle."""
+    before = server.metrics()
+    answer = server.complete(
+        prompt.token_ids, ANSWER_TOKENS, ignore_eos=not server.config.preset.trained
+    )
+    wait_until(lambda: server.metrics().value(FINISHED) > before.value(FINISHED), METRICS_TIMEOUT_S)
+    return Answered(prompt, answer, Sources.between(before, server.metrics()))
+
+
+def written_bytes(metrics: Metrics) -> float:
+    """All bytes that any tier says it wrote."""
+    named = (name for name in metrics.names() if re.search(r"write|written", name))
+    return sum(metrics.value(name) for name in named if name.endswith("bytes_total"))
+
+
+def drain(server: VllmServer, root: Path) -> None:
+    """Wait until nothing has been written for a moment, by the counters and by the file system."""
+    last: tuple[float, int] | None = None
+    quiet_since = time.monotonic()
+
+    def quiet() -> bool:
+        nonlocal last, quiet_since
+        # Counters move when the engine steps: a request of one token makes it.
+        server.complete("x", 1, ignore_eos=True)
+        now = (written_bytes(server.metrics()), allocated_bytes(root))
+        if now != last:
+            last, quiet_since = now, time.monotonic()
+        return time.monotonic() - quiet_since > DRAIN_QUIET_S
+
+    wait_until(quiet, DRAIN_TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    answered: Sequence[Answered]
+    ready_s: float
+    disk: DiskUse
+
+
+def serve_once(
+    run: str, config: ServeConfig, root: Path, count: int, say: Callable[[str], None]
+) -> Phase:
+    """Start a server, ask every question, let the writes drain, stop it."""
+    say(f"{run}: starting vllm serve ...")
+    log = ROOT / ".cache" / "demo" / f"{root.name}-{run}.log"
+    with VllmServer(config, log) as server:
+        say(f"{run}: ready in {server.ready_s:.0f} s; asking")
+        # Start-up costs must not be counted as the first prompt's: an unrelated request pays them.
+        server.complete("Warm up. " * 20, 4, ignore_eos=True)
+        answered = [ask(server, p) for p in prompts(config.preset, count, server.tokenize)]
+        if not answered:
+            raise DemoError("no document on this machine is long enough for the demo")
+        say(f"{run}: {len(answered)} answers; waiting for the disk, then stopping")
+        drain(server, root)
+        metrics = server.metrics()
+        disk = DiskUse(
+            gauge(metrics, "kvtier:disk_used_bytes"),
+            gauge(metrics, "kvtier:disk_budget_bytes"),
+            allocated_bytes(root),
+        )
+    return Phase(answered, server.ready_s, disk)
+
+
+# -- the verdict -------------------------------------------------------------
+
+
+def faults_of(report: Report, *, cold_was_cold: bool) -> list[str]:
+    """Every promise that the run broke, one line each."""
+    faults = []
+    firsts = [
+        (cold, warm)
+        for cold, warm in zip(report.cold, report.warm, strict=True)
+        if cold.prompt.number == 1
+    ]
+    differing = sum(
+        not same_answer(cold, warm) for cold, warm in zip(report.cold, report.warm, strict=True)
+    )
+    if differing:
+        faults.append(f"{differing} of {len(report.cold)} answers differ after the restart")
+    for _, warm in firsts:
+        if warm.sources.disk < DISK_SHARE_MIN * warm.answer.prompt_tokens:
+            faults.append(
+                f"{warm.prompt.document}: only {warm.sources.disk} of"
+                f" {warm.answer.prompt_tokens} tokens came from the disk after the restart"
+            )
+    if cold_was_cold:
+        for cold, _ in firsts:
+            if cold.sources.disk or cold.sources.host:
+                faults.append(f"{cold.prompt.document}: the cold run was not cold")
+        if MODELS[report.model].trained and report.speedup < SPEEDUP_MIN:
+            faults.append(
+                f"median warm TTFT {report.ttft_warm_s * 1e3:.0f} ms is more than half of"
+                f" cold {report.ttft_cold_s * 1e3:.0f} ms"
+            )
+    disk = report.disk
+    if disk.budget_bytes is not None and disk.allocated_bytes > disk.budget_bytes:
+        faults.append(f"{disk.allocated_bytes} bytes on disk, past the budget")
+    if report.single_copy_row_bytes is not None and report.rows:
+        for rows in report.rows:
+            if rows.row_bytes != report.single_copy_row_bytes:
+                faults.append(
+                    f"a row takes {rows.row_bytes} bytes on disk,"
+                    f" one copy {report.single_copy_row_bytes}"
+                )
+    return faults
+
+
+# -- output ------------------------------------------------------------------
+
+
+def table_of(report: Report) -> Table:
+    """The one table: a line per prompt."""
+    table = Table(
+        title=f"{report.model}, TP {report.tensor_parallel}: cold, then restarted on its store",
+        title_justify="left",
+    )
+    table.add_column("document")
+    table.add_column("question", justify="right")
+    table.add_column("prompt\ntokens", justify="right")
+    for run in ("cold", "warm"):
+        table.add_column(f"{run}\nTTFT ms", justify="right")
+        table.add_column("com-\nputed", justify="right")
+        table.add_column("from\ndevice", justify="right")
+        if any(a.sources.host for a in (*report.cold, *report.warm)):
+            table.add_column("from\nCPU", justify="right")
+        table.add_column("from\ndisk", justify="right")
+    table.add_column("same\nanswer")
+    for cold, warm in zip(report.cold, report.warm, strict=True):
+        cells = [cold.prompt.document if cold.prompt.number == 1 else "", str(cold.prompt.number)]
+        cells.append(str(cold.answer.prompt_tokens))
+        for answered in (cold, warm):
+            source = answered.sources
+            cells += [f"{answered.answer.ttft_s * 1e3:.0f}", str(source.computed)]
+            cells.append(str(source.device))
+            if any(a.sources.host for a in (*report.cold, *report.warm)):
+                cells.append(str(source.host))
+            cells.append(str(source.disk))
+        cells.append("yes" if same_answer(cold, warm) else "NO")
+        table.add_row(*cells, end_section=cold is report.cold[-1])
+    table.caption = Text("\n".join(summary_of(report)), style="default")
+    table.caption_justify = "left"
+    return table
+
+
+def summary_of(report: Report) -> list[str]:
+    """The lines under the table."""
+    lines = [
+        f"median TTFT: cold {report.ttft_cold_s * 1e3:.0f} ms, warm {report.ttft_warm_s * 1e3:.0f} ms,"
+        f" {report.speedup:.1f}x",
+        "  over the first question of each document: its prefix is nowhere (cold) or on disk alone"
+        " (warm)",
+    ]
+    if not MODELS[report.model].trained:
+        lines.append("(a tiny random model computes as fast as it loads: its ratio is not judged)")
+    disk = report.disk
+    used = "not reported" if disk.used_bytes is None else f"{disk.used_bytes / 1e6:.1f} MB"
+    budget = "not reported" if disk.budget_bytes is None else f"{disk.budget_bytes / 1e6:.0f} MB"
+    lines.append(f"on disk: {used} of {budget} ({disk.allocated_bytes / 1e6:.1f} MB by st_blocks)")
+    for rows in report.rows:
+        copies = ""
+        if (single := report.single_copy_row_bytes) is not None:
+            copies = (
+                f": {rows.row_bytes / single:g} copy of the latent, at TP {report.tensor_parallel}"
+            )
+        lines.append(f"one row on disk: {rows.row_bytes} bytes{copies}")
+    answer = report.cold[0].answer.text
+    if MODELS[report.model].trained:
+        lines.append(f"first answer: {' '.join(answer.split())!r}")
+    return lines
+
+
+def figures_of(report: Report) -> dict[str, Any]:
+    """Everything measured, for `--json`."""
+
+    def run(answered: Sequence[Answered]) -> list[dict[str, Any]]:
+        return [
+            {
+                "document": a.prompt.document,
+                "question": a.prompt.question,
+                **asdict(a.answer),
+                "sources": asdict(a.sources),
+            }
+            for a in answered
+        ]
+
+    return {
+        "model": report.model,
+        "tensor_parallel": report.tensor_parallel,
+        "ready_s": report.ready_s,
+        "ttft_cold_s_median": report.ttft_cold_s,
+        "ttft_warm_s_median": report.ttft_warm_s,
+        "speedup": report.speedup,
+        "disk": asdict(report.disk),
+        "rows": [asdict(rows) for rows in report.rows],
+        "single_copy_row_bytes": report.single_copy_row_bytes,
+        "cold": run(report.cold),
+        "warm": run(report.warm),
+        "faults": list(report.faults),
+    }
+
+
+# -- the command -------------------------------------------------------------
+
+
+def check_request(preset: ModelPreset, tensor_parallel: int) -> None:
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        heads = preset.config().get(what, tensor_parallel)
+        if heads % tensor_parallel:
+            raise DemoError(
+                f"{preset.name} has {heads} {what[4:]}: it cannot run at TP {tensor_parallel}"
+            )
+
+
+def fresh_root(root: Path | None, name: str, *, keep: bool) -> Path:
+    """The root of the store. Only the demo's own default root is ever emptied."""
+    if root is not None:
+        if not keep and root.exists() and any(root.iterdir()):
+            raise DemoError(f"{root} is not empty: name another --root, or --keep what is there")
+        return root.resolve()
+    root = ROOT / ".cache" / "demo" / name
+    if not keep:
+        shutil.rmtree(root, ignore_errors=True)
+    return root
+
+
+def demonstrate(
+    preset: ModelPreset,
+    tensor_parallel: int,
+    root: Path,
+    kv_transfer_config: Mapping[str, Any],
+    count: int,
+    say: Callable[[str], None],
+) -> Report:
+    """Both runs, and their verdict."""
+    cold_was_cold = not (root.exists() and any(root.iterdir()))
+    config = ServeConfig(preset, kv_transfer_config, tensor_parallel)
+    cold, warm = (serve_once(run, config, root, count, say) for run in ("cold", "warm"))
+    report = Report(
+        model=preset.name,
+        tensor_parallel=tensor_parallel,
+        cold=cold.answered,
+        warm=warm.answered,
+        ready_s=(cold.ready_s, warm.ready_s),
+        disk=warm.disk,
+        rows=rows_on_disk(root),
+        single_copy_row_bytes=single_copy_row_bytes(preset),
+    )
+    return replace(report, faults=faults_of(report, cold_was_cold=cold_was_cold))
+
+
+def _stop_on_sigterm(signum: int, _frame: FrameType | None) -> NoReturn:
+    """Leave through the context managers, so that the server is stopped too."""
+    sys.exit(128 + signum)
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"One of: {', '.join(MODELS)}.")] = "smollm2",
+    tp: Annotated[int, typer.Option(min=1, max=2, help="Tensor-parallel ranks.")] = 1,
+    documents: Annotated[int, typer.Option(min=1, max=5, help="How many documents.")] = 3,
+    root: Annotated[Path | None, typer.Option(help="The store; default: .cache/demo.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep what the store holds.")] = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
+    kv_transfer_config: Annotated[
+        str | None, typer.Option(help="JSON for another connector than kvtier's, to compare.")
+    ] = None,
+) -> None:
+    """Serve a model cold, restart it, serve it warm from kvtier's disk, and compare."""
+    signal.signal(signal.SIGTERM, _stop_on_sigterm)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_COLUMNS)
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(
+            f"[{time.monotonic() - started:5.1f} s] {text}", markup=False, highlight=False
+        )
+
+    try:
+        if model not in MODELS:
+            raise DemoError(f"no model named {model!r}; there are {', '.join(MODELS)}")
+        preset = MODELS[model]
+        if not preset.path.is_dir():
+            say(f"making the model {model}")
+        ensure_model(model)
+        check_request(preset, tp)
+        store = fresh_root(root, f"{model}-tp{tp}", keep=keep)
+        config = json.loads(kv_transfer_config) if kv_transfer_config else kvtier_config(store)
+        report = demonstrate(preset, tp, store, config, documents, say)
+        console.print(table_of(report))
+        if json_out is not None:
+            json_out.write_text(json.dumps(figures_of(report), indent=2) + "\n")
+    except (DemoError, ModelError, ServeError, ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if report.faults:
+        typer.echo(f"FAILED: {'; '.join(report.faults)}", err=True)
+        raise typer.Exit(1)
+    say("the same answers, from the disk")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,236 @@
+"""The header of a segment: how one Zarr v3 shard describes itself.  Pure bytes; opens no file.
+
+A segment file, every part starting on a 4 KiB boundary:
+
+    [shard index][key table A][key table B][slot 0][slot 1] ...
+
+- Shard index: what the `sharding_indexed` codec with `index_location: start` expects.  Per slot
+  (offset, nbytes) as little-endian uint64, both 2^64-1 for a slot without a row; then the crc32c
+  of all that.
+- Key table: `magic, generation, slot count, namespace, crc32c` and per slot one `ENTRY`.  Two
+  copies take turns; the valid one with the higher generation counts, so a torn write loses one
+  update and never the table.  A table of another namespace is none: its keys name other bytes.
+  The index is a function of the table and is made anew from it when it is torn.
+- Slot: `row_bytes` of row, its crc32c (the trailer that Zarr's inner `crc32c` codec appends),
+  padding to a page.
+
+The table holds each row's checksum as well.  A name and bytes that do not belong together (a crash
+between two writes, rows that changed places) differ there, whatever the trailer says.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from storage.checksum import TRAILER_BYTES, crc32c
+from storage.types import MAX_KEY_BYTES, PAGE_BYTES, SlotId, round_up
+
+EMPTY = 2**64 - 1  # Zarr's offset and nbytes of a chunk that is not there
+
+ENTRY = np.dtype(
+    [
+        ("key_bytes", "<u4"),  # 0: no row in this slot
+        ("checksum", "<u4"),  # crc32c of the row
+        ("offset", "<u8"),  # of the row, from the start of the file
+        ("length", "<u8"),  # of row and trailer
+        ("last_use", "<u8"),  # a count that grows with every use in the namespace; not a time
+        ("key", f"V{MAX_KEY_BYTES}"),
+    ]
+)
+Entries = npt.NDArray[np.void]  # ENTRY[slots_per_segment]
+
+_TABLE_MAGIC = b"kvtkeys1"
+NAMESPACE_BYTES = 16  # of a namespace's fingerprint
+# magic, generation, slots, namespace, crc32c of head (with 0 here) and entries
+_TABLE_HEAD = struct.Struct(f"<8sQQ{NAMESPACE_BYTES}sI4x")
+
+MAX_SLOTS = (
+    1024  # a header of 250 KB, rewritten with each publication, is as large as it should get
+)
+_TARGET_SEGMENTS = 512  # of a full budget: few enough for a directory, many enough to give back
+_MIN_SEGMENT_BYTES = 4 << 20  # below this a header write costs as much as the rows it publishes
+_MAX_SEGMENT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentGeometry:
+    """Where everything stands in every segment of a namespace; all figures follow from two."""
+
+    row_bytes: int
+    slots_per_segment: int
+
+    def __post_init__(self) -> None:
+        assert self.row_bytes > 0, self.row_bytes
+        assert self.row_bytes % PAGE_BYTES == 0, self.row_bytes
+        assert 1 <= self.slots_per_segment <= MAX_SLOTS, self.slots_per_segment
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one slot to the next: the row and a page for its trailer."""
+        return self.row_bytes + PAGE_BYTES
+
+    @property
+    def record_bytes(self) -> int:
+        """Row and trailer: what the shard index calls a chunk's nbytes."""
+        return self.row_bytes + TRAILER_BYTES
+
+    @property
+    def index_bytes(self) -> int:
+        return 16 * self.slots_per_segment + TRAILER_BYTES
+
+    @property
+    def table_bytes(self) -> int:
+        """Of one copy of the key table, padded to a page."""
+        return round_up(_TABLE_HEAD.size + ENTRY.itemsize * self.slots_per_segment, PAGE_BYTES)
+
+    def table_offset(self, generation: int) -> int:
+        """Where the copy of that generation stands: even ones first, odd ones second."""
+        return round_up(self.index_bytes, PAGE_BYTES) + (generation % 2) * self.table_bytes
+
+    @property
+    def header_bytes(self) -> int:
+        return round_up(self.index_bytes, PAGE_BYTES) + 2 * self.table_bytes
+
+    @property
+    def segment_bytes(self) -> int:
+        return self.header_bytes + self.slots_per_segment * self.stride
+
+    def row_offset(self, slot: int) -> int:
+        return self.header_bytes + slot * self.stride
+
+    @classmethod
+    def choose(
+        cls, row_bytes: int, budget_bytes: int, segment_bytes: int | None = None
+    ) -> SegmentGeometry:
+        """A geometry for rows of `row_bytes` in a root of `budget_bytes`.
+
+        A segment is about 1/512 of the budget, between 4 MiB and 1 GiB, or about `segment_bytes`
+        where that is given; never more than 1/4 of the budget, never fewer than one slot.
+        """
+        target = segment_bytes or min(
+            max(budget_bytes // _TARGET_SEGMENTS, _MIN_SEGMENT_BYTES), _MAX_SEGMENT_BYTES
+        )
+        target = min(target, budget_bytes // 4)
+        slots = max(1, min(MAX_SLOTS, target // (row_bytes + PAGE_BYTES + 2 * ENTRY.itemsize)))
+        return cls(row_bytes, slots)
+
+    @classmethod
+    def of_segment(cls, row_bytes: int, segment_bytes: int) -> SegmentGeometry | None:
+        """The geometry of a whole segment file of that size, or None if no segment has it."""
+        for slots in range(1, MAX_SLOTS + 1):
+            geometry = cls(row_bytes, slots)
+            if geometry.segment_bytes >= segment_bytes:
+                return geometry if geometry.segment_bytes == segment_bytes else None
+        return None
+
+
+def new_entries(geometry: SegmentGeometry) -> Entries:
+    """A table of empty slots."""
+    return np.zeros(geometry.slots_per_segment, ENTRY)
+
+
+def encode_index(geometry: SegmentGeometry, entries: Entries) -> bytes:
+    """The shard index of `entries`, padded to a page."""
+    index = np.full((geometry.slots_per_segment, 2), EMPTY, "<u8")
+    used = entries["key_bytes"] > 0
+    index[used, 0] = entries["offset"][used]
+    index[used, 1] = entries["length"][used]
+    raw = index.tobytes()
+    raw += crc32c(raw).to_bytes(TRAILER_BYTES, "little")
+    return raw.ljust(round_up(len(raw), PAGE_BYTES), b"\0")
+
+
+def encode_table(
+    geometry: SegmentGeometry, entries: Entries, generation: int, namespace: bytes
+) -> bytes:
+    """One copy of the key table, padded to a page."""
+    assert len(namespace) == NAMESPACE_BYTES
+    body = entries.tobytes()
+    head = (_TABLE_MAGIC, generation, geometry.slots_per_segment, namespace)
+    checksum = crc32c(_TABLE_HEAD.pack(*head, 0) + body)
+    raw = _TABLE_HEAD.pack(*head, checksum) + body
+    return raw.ljust(geometry.table_bytes, b"\0")
+
+
+def decode_table(
+    geometry: SegmentGeometry, raw: bytes, namespace: bytes
+) -> tuple[int, Entries] | None:
+    """(generation, entries) of a copy, or None if it is torn, foreign or was never written."""
+    magic, generation, slots, found, checksum = _TABLE_HEAD.unpack_from(raw)
+    if (magic, slots, found) != (_TABLE_MAGIC, geometry.slots_per_segment, namespace):
+        return None
+    body = raw[_TABLE_HEAD.size : _TABLE_HEAD.size + ENTRY.itemsize * slots]
+    if crc32c(_TABLE_HEAD.pack(magic, generation, slots, found, 0) + body) != checksum:
+        return None
+    return generation, np.frombuffer(body, ENTRY).copy()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedHeader:
+    """What a header on disk says.
+
+    `whole` is False when a copy of the table or the index must be written anew: after a torn
+    write, or when the header was never written at all (then `entries` are all empty).
+    """
+
+    generation: int
+    entries: Entries
+    whole: bool
+
+
+def decode_header(geometry: SegmentGeometry, raw: bytes, namespace: bytes) -> DecodedHeader:
+    """The newest state that `raw`, the first `header_bytes` of a segment, holds.
+
+    Entries that point outside their own slot are dropped: no valid writer makes them.
+    """
+    copies = []
+    for parity in (0, 1):
+        start = geometry.table_offset(parity)
+        decoded = decode_table(geometry, raw[start : start + geometry.table_bytes], namespace)
+        if decoded is not None and decoded[0] % 2 == parity:
+            copies.append(decoded)
+    if not copies:
+        return DecodedHeader(0, new_entries(geometry), whole=False)
+    generation, entries = max(copies, key=lambda copy: copy[0])
+    used = entries["key_bytes"] > 0
+    offsets = geometry.header_bytes + geometry.stride * np.arange(len(entries), dtype=np.uint64)
+    valid = used & (entries["offset"] == offsets) & (entries["key_bytes"] <= MAX_KEY_BYTES)
+    valid &= entries["length"] == geometry.record_bytes
+    entries[used & ~valid] = np.zeros((), ENTRY)
+    index = encode_index(geometry, entries)
+    whole = len(copies) == 2 and raw[: len(index)] == index and bool(valid[used].all())
+    return DecodedHeader(generation, entries, whole)
+
+
+def key_of(entries: Entries, slot: int) -> bytes | None:
+    """The key in `slot`, or None for an empty one."""
+    size = int(entries["key_bytes"][slot])
+    return entries["key"][slot].tobytes()[:size] if size else None
+
+
+def set_entry(
+    geometry: SegmentGeometry,
+    entries: Entries,
+    slot: SlotId,
+    key: bytes,
+    checksum: int,
+    last_use: int,
+) -> None:
+    """Name the row in `slot`."""
+    entries[slot] = (
+        len(key),
+        checksum,
+        geometry.row_offset(slot),
+        geometry.record_bytes,
+        last_use,
+        np.frombuffer(key.ljust(MAX_KEY_BYTES, b"\0"), f"V{MAX_KEY_BYTES}")[0],
+    )
+
+
+def clear_entry(entries: Entries, slot: SlotId) -> None:
+    """Leave `slot` without a row."""
+    entries[slot] = np.zeros((), ENTRY)

@@ -1,0 +1,154 @@
+"""Namespaces: the chunks that may share bytes, as Zarr groups named after one fingerprint.
+
+Pure functions from an identity to names and to Zarr v3 metadata, and back.  Files are the store's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from storage.errors import ConfigError, CorruptRecord, LayoutMismatch
+from storage.header import SegmentGeometry
+
+FORMAT_VERSION = 1  # of the files under a root; raised whenever an older reader would misread them
+ROWS = "rows"  # name of a namespace's array
+METADATA = "zarr.json"
+
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What shapes the bytes of a row or their meaning.
+
+    `model` is for people and the directory's name; `fields` holds everything else, as JSON values
+    that do not depend on dict order, hash seed or process.  Any difference, an added field
+    included, is another namespace.
+    """
+
+    model: str
+    fields: dict[str, Json]
+
+    def __post_init__(self) -> None:
+        if not self.model.strip():
+            raise ConfigError("model", "a name that is not empty", self.model)
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits over all of it."""
+        plain = {"format": FORMAT_VERSION, "model": self.model, "fields": self.fields}
+        encoded = msgspec.json.encode(plain, order="deterministic")
+        return hashlib.sha256(encoded).hexdigest()[:32]
+
+    @property
+    def namespace(self) -> bytes:
+        """The fingerprint as the 16 bytes that every key table of the namespace carries."""
+        return bytes.fromhex(self.fingerprint)
+
+    @property
+    def directory(self) -> str:
+        """`<model>-<fingerprint>`: safe as a file name whatever the model is called."""
+        readable = re.sub(r"[^A-Za-z0-9._]+", "-", self.model).strip("-.")[-60:].lstrip("-.")
+        return f"{readable or 'model'}-{self.fingerprint}"
+
+
+_NAMESPACE_DIRECTORY = re.compile(r".+-[0-9a-f]{32}")
+
+
+def is_namespace_directory(name: str) -> bool:
+    """Whether a name under the root is one that `Identity.directory` makes."""
+    return _NAMESPACE_DIRECTORY.fullmatch(name) is not None
+
+
+def _encode(metadata: dict[str, Json]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(metadata), indent=2)
+
+
+def root_metadata(owner: dict[str, Json]) -> bytes:
+    """`zarr.json` of the root group.  `owner` says who has the store open, for error messages."""
+    attributes: dict[str, Json] = {"format_version": FORMAT_VERSION, "owner": owner}
+    return _group({"kvtier": attributes})
+
+
+def namespace_metadata(identity: Identity) -> bytes:
+    """`zarr.json` of a namespace's group."""
+    attributes: dict[str, Json] = {
+        "format_version": FORMAT_VERSION,
+        "model": identity.model,
+        "fingerprint": identity.fingerprint,
+        "identity": identity.fields,
+    }
+    return _group({"kvtier": attributes})
+
+
+def _group(attributes: dict[str, Json]) -> bytes:
+    return _encode({"zarr_format": 3, "node_type": "group", "attributes": attributes})
+
+
+def rows_metadata(geometry: SegmentGeometry, segment_count: int) -> bytes:
+    """`zarr.json` of the array of rows: uint8[slots, row_bytes], one shard per segment."""
+    slots, row_bytes = geometry.slots_per_segment, geometry.row_bytes
+    sharding: dict[str, Json] = {
+        "chunk_shape": [1, row_bytes],
+        "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+        "index_codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
+        "index_location": "start",
+    }
+    return _encode(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [segment_count * slots, row_bytes],
+            "data_type": "uint8",
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": [slots, row_bytes]},
+            },
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": 0,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "dimension_names": ["slot", "byte"],
+            "attributes": {"kvtier": {"format_version": FORMAT_VERSION}},
+        }
+    )
+
+
+def read_metadata(raw: bytes, place: str) -> dict[str, Any]:
+    """A `zarr.json` as a dict, its `kvtier` attributes checked for a version that we can read.
+
+    Raises `CorruptRecord` for what is no metadata of ours, `LayoutMismatch` for a newer format.
+    """
+    try:
+        metadata = msgspec.json.decode(raw, type=dict[str, Any])
+        version = metadata["attributes"]["kvtier"]["format_version"]
+    except (msgspec.DecodeError, KeyError, TypeError) as exc:
+        raise CorruptRecord(place, "not the metadata of a kvtier store") from exc
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise LayoutMismatch(
+            f"{place}: format_version",
+            f"at most {FORMAT_VERSION} (a newer kvtier wrote this: upgrade, or use another root)",
+            version,
+        )
+    return metadata
+
+
+def read_geometry(raw: bytes, place: str) -> tuple[SegmentGeometry, int]:
+    """(geometry, segment count) from an array's `zarr.json`; raises like `read_metadata`."""
+    metadata = read_metadata(raw, place)
+    try:
+        slots, row_bytes = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        geometry = SegmentGeometry(int(row_bytes), int(slots))
+        segment_count = int(metadata["shape"][0]) // geometry.slots_per_segment
+    except (KeyError, TypeError, ValueError, AssertionError) as exc:
+        raise CorruptRecord(place, "the array has not the shape of kvtier rows") from exc
+    if metadata != msgspec.json.decode(rows_metadata(geometry, segment_count)):
+        raise CorruptRecord(place, "the array's codecs or chunks are not those of kvtier rows")
+    return geometry, segment_count

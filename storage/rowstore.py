@@ -1,0 +1,548 @@
+"""The rows of one namespace: read, write, evict.
+
+Decides under the store's lock, does I/O outside it.
+
+The way of a write (`_write_part`, on an I/O thread):
+
+    take      free slots, else grow, else the slots of the least recently used rows, whose names
+              leave the index and the table at once
+    forget    if the header on disk still names a slot's old row: write the header without it
+    write     rows and trailers, O_DIRECT from the caller's buffers
+    publish   name the rows in the table, write the header, then add them to the index
+
+so a crash at any point leaves old rows, new rows or free slots, never a new row under an old name.
+Rows of the job itself are not evicted for it: a chain without its head can't be hit.
+Nothing is synced: a power cut may lose or mix any of these writes, and the checksum in the key
+table makes what it mixed a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from itertools import groupby
+from pathlib import Path
+
+from storage.engine import Queue, Task
+from storage.errors import CorruptRecord, DeviceError
+from storage.eviction import LeastRecentlyUsed
+from storage.header import SegmentGeometry
+from storage.index import RowIndex
+from storage.jobs import Job, JobResult, Part, RowCounters, wait
+from storage.namespace import Identity
+from storage.pool import Growth, Owner, SegmentPool
+from storage.segment import ROWS_PER_CALL, ReadRow, Segment, runs
+from storage.space import is_full
+from storage.types import MAX_KEY_BYTES, STORED, Location, RowKey, RowOutcome, SegmentId
+
+__all__ = ["JobResult", "RowCounters", "RowStore"]
+
+log = logging.getLogger("kvtier.storage")
+
+_PART_BYTES = 8 << 20  # of a job per task: large enough for one call's worth, small enough to share
+READ_DEADLINE_S = 10.0  # in the queue; a prefill is quicker than that
+WRITE_DEADLINE_S = 30.0  # in the queue; the region pins its rows meanwhile
+
+# Of a read: the fault is in this place on the disk, and stays there until it is overwritten.
+_BAD_PLACE_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
+
+
+class RowStore:
+    """Rows of `row_bytes` bytes under keys, in segments of one namespace.
+
+    All methods are safe from any thread.  Buffers are C-contiguous `uint8[row_bytes]` views;
+    4 KiB-aligned ones move without a copy.  They belong to the store from submission until the
+    job is reported.  Made by `DiskStore.open_rows`; `close` is the store's.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        directory: Path,
+        identity: Identity,
+        geometry: SegmentGeometry,
+        *,
+        is_new: bool,
+    ) -> None:
+        """`directory` is the array's, in the namespace's; made by the first write if `is_new`."""
+        self.identity = identity
+        self.geometry = geometry
+        self.directory = directory
+        self.counters = RowCounters()
+        self.on_change: Callable[[Sequence[RowKey], Sequence[RowKey]], None] | None = None
+        """Called with (published, withdrawn) keys, in order, under the store's lock."""
+        self._owner = owner
+        self.pool = SegmentPool(owner, directory, identity, geometry, is_new=is_new)
+        self._index = RowIndex()
+        self._policy: LeastRecentlyUsed[RowKey] = LeastRecentlyUsed()
+        self._writing: set[RowKey] = set()
+        self._use_count = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.geometry.row_bytes
+
+    # -- opening, by DiskStore; no I/O is under way --------------------------------------------
+
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """Take over the segments found on disk and index their rows, recency kept."""
+        found: list[tuple[int, RowKey, Location]] = []
+        for segment in segments:
+            self.pool.adopt(segment)
+            for slot, key, last_use in segment.rows():
+                found.append((last_use, RowKey(key), Location(segment.id, slot)))
+        # Of a key named twice the more recent place counts: an eviction may not have reached the
+        # header before a crash, and both places then hold the same row.
+        for last_use, key, place in sorted(found, reverse=True):
+            if key in self._index:
+                self.pool.withdraw(place, free=True)
+            else:
+                self._index.publish(key, place)
+            self._use_count = max(self._use_count, last_use)
+        for _, key, place in sorted(found):
+            if self._index.get(key) == place:
+                self._policy.add(key)
+
+    def drop_segment(self, number: SegmentId) -> int:
+        """Give a segment back to the file system; how many rows went with it.
+
+        Raises `DeviceError`; then the rows are gone and its bytes stay charged.
+        """
+        with self._owner.lock:
+            segment = self.pool[number]
+            keys = [RowKey(key) for _, key, _ in segment.rows()]
+            assert not any(self._index.is_pinned(key) for key in keys), "rows are being read"
+            idle = segment.free_count + len(keys) == self.geometry.slots_per_segment
+            assert idle, "rows are being written"
+            for key in keys:
+                self._index.withdraw(key)
+                self._policy.remove(key)
+            self.counters.rows_evicted += len(keys)
+            self._announce((), keys)
+        self.pool.remove(number)
+        return len(keys)
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def __contains__(self, key: RowKey) -> bool:
+        with self._owner.lock:
+            return key in self._index
+
+    def __len__(self) -> int:
+        with self._owner.lock:
+            return len(self._index)
+
+    def keys(self) -> list[RowKey]:
+        """All keys, least recently used first."""
+        with self._owner.lock:
+            return self._policy.oldest_first()
+
+    def locate(self, key: RowKey) -> Location | None:
+        """Where a row stands; in zarr's array it is row `segment * slots_per_segment + slot`."""
+        with self._owner.lock:
+            return self._index.get(key)
+
+    @property
+    def segment_numbers(self) -> list[SegmentId]:
+        with self._owner.lock:
+            return self.pool.numbers
+
+    @property
+    def pin_count(self) -> int:
+        """Rows being read now: 0 when idle."""
+        with self._owner.lock:
+            return self._index.pin_count
+
+    def count(self) -> RowCounters:
+        """A copy of the counters."""
+        with self._owner.lock:
+            return RowCounters(
+                **{f.name: getattr(self.counters, f.name) for f in fields(RowCounters)}
+            )
+
+    # -- doing ----------------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[RowKey]) -> None:
+        """Mark the chunks of one request, first to last, as used now."""
+        with self._owner.lock:
+            for key in reversed(keys):
+                place = self._index.get(key)
+                if place is not None:
+                    self._use_count += 1
+                    self._policy.touch(key)
+                    self.pool[place.segment].mark_used(place.slot, self._use_count)
+
+    def submit_read(
+        self,
+        keys: Sequence[RowKey],
+        buffers: Sequence[memoryview],
+        on_done: Callable[[JobResult], None],
+    ) -> None:
+        """Read rows into `buffers`.  `on_done` runs once, on an I/O thread."""
+        self.touch(keys)
+        self._submit(Queue.READ, keys, buffers, on_done, self._read_part, READ_DEADLINE_S)
+
+    def submit_write(
+        self,
+        keys: Sequence[RowKey],
+        buffers: Sequence[memoryview],
+        on_done: Callable[[JobResult], None],
+    ) -> None:
+        """Write rows, the chunks of one request from first to last.  `on_done` runs once, on an
+        I/O thread.  A row reported as stored is readable and survives the death of the process,
+        not a power cut.
+        """
+        self._submit(Queue.WRITE, keys, buffers, on_done, self._write_part, WRITE_DEADLINE_S)
+
+    def read(self, keys: Sequence[RowKey], buffers: Sequence[memoryview]) -> JobResult:
+        """`submit_read`, waiting for the result."""
+        return wait(lambda done: self.submit_read(keys, buffers, done))
+
+    def write(self, keys: Sequence[RowKey], buffers: Sequence[memoryview]) -> JobResult:
+        """`submit_write`, waiting for the result."""
+        return wait(lambda done: self.submit_write(keys, buffers, done))
+
+    def remove(self, keys: Iterable[RowKey]) -> int:
+        """Drop rows that no one is reading; how many.  Raises `DeviceError`: then a crash may
+        bring them back."""
+        with self._owner.lock:
+            gone = [k for k in keys if k in self._index and not self._index.is_pinned(k)]
+            touched = {self._withdraw(key, free=True).segment for key in gone}
+            self._announce((), gone)
+            segments = [self.pool[number] for number in touched]
+        for segment in segments:
+            segment.flush_header(self._owner.lock)
+        return len(gone)
+
+    def _submit(
+        self,
+        queue: Queue,
+        keys: Sequence[RowKey],
+        buffers: Sequence[memoryview],
+        on_done: Callable[[JobResult], None],
+        run: Callable[[Part], None],
+        deadline_s: float,
+    ) -> None:
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys, but {len(buffers)} buffers")
+        for key, buffer in zip(keys, buffers, strict=True):
+            if not 1 <= len(key) <= MAX_KEY_BYTES:
+                raise ValueError(f"key {key.hex()}: expected 1 to {MAX_KEY_BYTES} bytes")
+            if buffer.nbytes != self.row_bytes or not buffer.c_contiguous:
+                raise ValueError(
+                    f"buffer: expected {self.row_bytes} contiguous bytes, got {buffer.nbytes}"
+                )
+            if queue is Queue.READ and buffer.readonly:
+                raise ValueError("buffer: expected a writable one, to read into")
+        if not keys:
+            on_done(JobResult([], 0, 0.0))
+            return
+        rows = max(1, min(ROWS_PER_CALL, _PART_BYTES // self.row_bytes))
+        starts = range(0, len(keys), rows)
+        job = Job(keys, self.row_bytes, len(starts), on_done)
+        deadline = time.monotonic() + deadline_s
+        for start in starts:
+            part = Part(job, start, keys[start : start + rows], buffers[start : start + rows])
+            task = Task(
+                run=lambda part=part: self._run_part(queue, run, part),  # type: ignore[misc]
+                expire=lambda part=part: self._expire_part(queue, part),  # type: ignore[misc]
+                deadline=deadline,
+            )
+            self._owner.engine.submit(queue, task)
+
+    def _run_part(self, queue: Queue, run: Callable[[Part], None], part: Part) -> None:
+        try:
+            run(part)
+        finally:
+            self._end_part(queue, part)
+
+    def _expire_part(self, queue: Queue, part: Part) -> None:
+        with self._owner.lock:
+            if queue is Queue.READ:
+                self.counters.reads_failed += len(part.keys)
+            else:
+                self.counters.writes_declined += len(part.keys)
+                for position in range(len(part.keys)):
+                    part.report(position, RowOutcome.DECLINED)
+        self._end_part(queue, part)
+
+    def _end_part(self, queue: Queue, part: Part) -> None:
+        if part.job.part_done():
+            if queue is Queue.WRITE:
+                self.touch(part.job.keys)  # whole jobs: parts end in any order
+            part.job.report()
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def _read_part(self, part: Part) -> None:
+        started = time.monotonic()
+        planned: list[tuple[Location, int]] = []  # place, position in the part
+        checksums: dict[Location, int] = {}
+        with self._owner.lock:
+            for position, key in enumerate(part.keys):
+                place = self._index.get(key)
+                if place is None:
+                    part.report(position, RowOutcome.MISSING)
+                    self.counters.rows_missing += 1
+                else:
+                    self._index.pin(place)
+                    entries = self.pool[place.segment].entries
+                    checksums[place] = int(entries["checksum"][place.slot])
+                    planned.append((place, position))
+        planned.sort()
+        for start, stop in _stretches([place for place, _ in planned]):
+            stretch = planned[start:stop]
+            segment = self.pool[stretch[0][0].segment]
+            rows = [ReadRow(p.slot, checksums[p], part.buffers[i]) for p, i in stretch]
+            try:
+                errors = segment.read_rows(rows)
+            except BaseException:  # a bug; the pins must go all the same
+                with self._owner.lock:
+                    for place, _ in planned[start:]:
+                        self._index.unpin(place)
+                raise
+            self._finish_reads(part, segment, stretch, errors)
+        with self._owner.lock:
+            self.counters.read_seconds += time.monotonic() - started
+
+    def _finish_reads(
+        self,
+        part: Part,
+        segment: Segment,
+        stretch: list[tuple[Location, int]],
+        errors: list[CorruptRecord | DeviceError | None],
+    ) -> None:
+        bad: list[tuple[RowKey, CorruptRecord | DeviceError]] = []
+        dropped: list[RowKey] = []
+        with self._owner.lock:
+            for (place, position), error in zip(stretch, errors, strict=True):
+                self._index.unpin(place)
+                key = part.keys[position]
+                if error is None:
+                    part.report(position, RowOutcome.OK)
+                    self.counters.rows_read += 1
+                    self.counters.bytes_read += self.row_bytes
+                    continue
+                bad.append((key, error))
+                if isinstance(error, CorruptRecord):
+                    part.report(position, RowOutcome.CORRUPT)
+                    self.counters.rows_corrupt += 1
+                else:
+                    self.counters.reads_failed += 1
+                    if error.errno not in _BAD_PLACE_ERRNOS:
+                        continue
+                # Another reader of the same row may have dropped it already, or does so next.
+                if self._index.get(key) == place and not self._index.place_is_pinned(place):
+                    self._withdraw(key, free=True)
+                    dropped.append(key)
+            self._announce((), dropped)
+        for key, error in bad:
+            what = "dropped" if key in dropped else "could not read"
+            log.warning("%s row %s: %s", what, key.hex(), error)
+        if dropped:
+            try:
+                segment.flush_header(self._owner.lock)
+            except DeviceError as exc:
+                log.warning("could not record the loss of a row: %s", exc)
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def _write_part(self, part: Part) -> None:
+        started = time.monotonic()
+        try:
+            refused = self._write_rows(part, self._select_new(part), self._take_slots)
+            # Where segments are not preallocated a fresh slot may find the disk full; the slot of
+            # a row does not.
+            self._write_rows(part, refused, self._evict)
+        finally:
+            for position in list(part.unfinished):
+                self._finish_write(part, position, RowOutcome.FAILED)
+            with self._owner.lock:
+                self.counters.write_seconds += time.monotonic() - started
+
+    def _select_new(self, part: Part) -> list[int]:
+        """Positions of the rows that must be written; the others are reported here."""
+        new = []
+        with self._owner.lock:
+            writable: bool | None = None  # not asked: asking may be the one probe
+            for position, key in enumerate(part.keys):
+                if key in self._index:
+                    part.report(position, RowOutcome.ALREADY_STORED)
+                    self.counters.rows_already_stored += 1
+                    continue
+                if key not in self._writing:
+                    writable = self._owner.space.may_write() if writable is None else writable
+                    if writable:
+                        self._writing.add(key)
+                        part.unfinished.add(position)
+                        new.append(position)
+                        continue
+                part.report(position, RowOutcome.DECLINED)
+                self.counters.writes_declined += 1
+        return new
+
+    def _write_rows(
+        self, part: Part, positions: list[int], take: Callable[[Part, int], list[Location]]
+    ) -> list[int]:
+        """Write rows to the slots that `take` finds, and publish them.
+
+        Returns the positions that a full disk refused, which are still unfinished.
+        """
+        refused = []
+        while positions:
+            places = take(part, len(positions))
+            if not places:
+                for position in positions:
+                    self._finish_write(part, position, RowOutcome.DECLINED)
+                break
+            for start, stop in _stretches(places):
+                try:
+                    done = self._write_stretch(part, places[start:stop], positions[start:stop])
+                except BaseException:  # a bug; the slots must be free all the same
+                    self._give_back(places[start:])
+                    raise
+                if not done:
+                    refused += positions[start:stop]
+            positions = positions[len(places) :]
+        return refused
+
+    def _take_slots(self, part: Part, count: int) -> list[Location]:
+        """1 to `count` slots that nobody else has: free ones, else new ones, else `_evict`'s."""
+        while True:
+            with self._owner.lock:
+                places = self.pool.take_free(count)
+            if places:
+                return places
+            growth = self.pool.grow()
+            if growth is Growth.READ_ONLY:
+                return []
+            if growth is Growth.REFUSED:
+                return self._evict(part, count)
+
+    def _evict(self, part: Part, count: int) -> list[Location]:
+        """The slots of up to `count` rows that leave: none of this job, none being read."""
+        with self._owner.lock:
+            victims = self._policy.victims(
+                count, lambda key: key in part.job.key_set or self._index.is_pinned(key)
+            )
+            places = sorted(self._withdraw(key, free=False) for key in victims)
+            self.counters.rows_evicted += len(victims)
+            self._announce((), victims)
+            return places
+
+    def _write_stretch(self, part: Part, places: list[Location], positions: list[int]) -> bool:
+        """Write consecutive slots of one segment and publish them.
+
+        On a `DeviceError` the slots are given back; then False if the disk is full and the rows
+        may be tried elsewhere, else they are finished as failed.
+        """
+        owner = self._owner
+        segment = self.pool[places[0].segment]
+        slots = [place.slot for place in places]
+        try:
+            if not segment.named_on_disk.isdisjoint(slots):
+                segment.flush_header(owner.lock)
+            checksums = segment.write_rows(slots[0], [part.buffers[p] for p in positions])
+            with owner.lock:
+                # Last first: a chain's head is its most recent row.
+                for slot, position, checksum in reversed(
+                    list(zip(slots, positions, checksums, strict=True))
+                ):
+                    self._use_count += 1
+                    segment.name(slot, part.keys[position], checksum, self._use_count)
+                version = segment.version
+            segment.flush_header(owner.lock, version)
+        except DeviceError as exc:
+            self._give_back(places)
+            with owner.lock:
+                owner.space.write_failed(exc.errno, str(exc))
+            may_retry = is_full(exc.errno)
+            if not may_retry:
+                for position in positions:
+                    self._finish_write(part, position, RowOutcome.FAILED)
+            return not may_retry
+        with owner.lock:
+            owner.space.write_succeeded()
+            for place, position in reversed(list(zip(places, positions, strict=True))):
+                key = part.keys[position]
+                self._index.publish(key, place)
+                self._policy.add(key)
+                self._finish_write(part, position, RowOutcome.OK)
+            self._announce([part.keys[p] for p in positions], ())
+        return True
+
+    def _give_back(self, places: list[Location]) -> None:
+        with self._owner.lock:
+            for place in places:
+                self.pool.withdraw(place, free=True)
+
+    def _finish_write(self, part: Part, position: int, outcome: RowOutcome) -> None:
+        with self._owner.lock:
+            part.unfinished.remove(position)
+            self._writing.remove(part.keys[position])
+            part.report(position, outcome)
+            if outcome in STORED:
+                self.counters.rows_written += 1
+                self.counters.bytes_written += self.row_bytes
+            elif outcome is RowOutcome.DECLINED:
+                self.counters.writes_declined += 1
+            else:
+                self.counters.writes_failed += 1
+
+    # -- bookkeeping, under the lock ------------------------------------------------------------
+
+    def _withdraw(self, key: RowKey, *, free: bool) -> Location:
+        """Take a row out of index, policy and table; its slot is free, or the caller's."""
+        place = self._index.withdraw(key)
+        self._policy.remove(key)
+        self.pool.withdraw(place, free=free)
+        return place
+
+    def _announce(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
+        if self.on_change is not None and (published or withdrawn):
+            self.on_change(published, withdrawn)
+
+    # -- end ------------------------------------------------------------------------------------
+
+    def flush(self, *, recency: bool) -> None:
+        """Bring headers up to date; with `recency` also those where only uses changed.
+
+        Best effort, up to the first header that can't be written: that stays an older one, which
+        loses recency or brings back evicted rows, and never bytes.
+        """
+        for segment in self._all_segments():
+            with self._owner.lock:
+                if recency and segment.recency_changed:
+                    segment.version += 1
+            try:
+                segment.flush_header(self._owner.lock)
+            except DeviceError as exc:
+                log.warning("headers not written: %s", exc)
+                return
+
+    def close(self) -> None:
+        """Flush and close the files.  All jobs have ended."""
+        self.flush(recency=True)
+        for segment in self._all_segments():
+            try:
+                segment.close()
+            except DeviceError as exc:
+                log.warning("%s", exc)
+
+    def _all_segments(self) -> list[Segment]:
+        with self._owner.lock:
+            return [self.pool[number] for number in self.pool.numbers]
+
+
+def _stretches(places: Sequence[Location]) -> list[tuple[int, int]]:
+    """[start, stop) positions of the stretches of `places` that one call can read or write."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for _, group in groupby(places, key=lambda place: place.segment):
+        slots = [place.slot for place in group]
+        found += [(start + first, start + stop) for first, stop in runs(slots)]
+        start += len(slots)
+    return found

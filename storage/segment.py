@@ -1,0 +1,381 @@
+"""One segment: a preallocated Zarr shard of slots, its key table in memory, its header on disk.
+
+Whoever holds the store's lock may change the table.  Files are touched without that lock; header
+writes of one segment are serialised by a lock of their own, and one write serves all who wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from storage import header
+from storage.checksum import TRAILER_BYTES, crc32c
+from storage.device import (
+    PARTIAL_SUFFIX,
+    Device,
+    aligned_buffer,
+    read_fully,
+    reserve,
+    write_fully,
+)
+from storage.errors import CorruptRecord, DeviceError
+from storage.header import SegmentGeometry
+from storage.types import PAGE_BYTES, SegmentId, SlotId
+
+ROWS_PER_CALL = 64  # trailer pages per thread, and a bound on one system call
+
+
+class _Scratch(threading.local):
+    """Each I/O thread's own trailer pages."""
+
+    def __init__(self) -> None:
+        self.pages = aligned_buffer(ROWS_PER_CALL * PAGE_BYTES)
+
+
+_scratch = _Scratch()
+
+
+def segment_path(directory: Path, segment: SegmentId) -> Path:
+    """Where zarr looks for shard (`segment`, 0) of the array in `directory`."""
+    return directory / "c" / str(segment) / "0"
+
+
+def partial_path(directory: Path, segment: SegmentId) -> Path:
+    """What a segment is called until it is whole."""
+    path = segment_path(directory, segment)
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def _aligned(view: memoryview) -> bool:
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    return address % PAGE_BYTES == 0 and view.nbytes % PAGE_BYTES == 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """One row to read: `buffer`, uint8[row_bytes] and writable, is the caller's until reported."""
+
+    slot: SlotId
+    checksum: int
+    buffer: memoryview
+
+
+class Segment:
+    """An open segment.  The table and the free slots are guarded by the owner's lock, which
+    `flush_header` is given.  `namespace` is what every key table carries.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        path: Path,
+        segment: SegmentId,
+        geometry: SegmentGeometry,
+        namespace: bytes,
+        fd: int,
+        *,
+        direct: bool,
+    ) -> None:
+        self.id = segment
+        self.path = path
+        self.geometry = geometry
+        self.entries = header.new_entries(geometry)
+        self.version = 0
+        """Of the table in memory; every change that must reach the disk raises it."""
+        self.named_on_disk: set[SlotId] = set()
+        """Slots that the header on disk may name: it is renewed before they are overwritten."""
+        self.recency_changed = False
+        self._free = [SlotId(i) for i in range(geometry.slots_per_segment)]  # a heap
+        self._namespace = namespace
+        self._device = device
+        self._fd = fd
+        self._direct = direct
+        self._generation = 1
+        self._written_version = 0
+        self._header_lock = threading.Lock()
+
+    @classmethod
+    def create(
+        cls,
+        device: Device,
+        directory: Path,
+        segment: SegmentId,
+        geometry: SegmentGeometry,
+        namespace: bytes,
+        *,
+        direct: bool,
+    ) -> Segment:
+        """Allocate and publish an empty segment.
+
+        On `DeviceError` nothing is left behind but, if it can't be removed either, the partial
+        file, which `partial_path` names and the next attempt replaces.
+        """
+        path = segment_path(directory, segment)
+        partial = partial_path(directory, segment)
+        device.make_directory(path.parent)
+        with contextlib.suppress(DeviceError):
+            device.remove(partial)
+        fd = -1
+        try:
+            fd = device.open(partial, create=True, direct=direct)
+            reserve(device, fd, geometry.segment_bytes)
+            made = cls(device, path, segment, geometry, namespace, fd, direct=direct)
+            made._write_blank_header()
+            device.rename(partial, path)
+        except BaseException:
+            with contextlib.suppress(DeviceError):
+                if fd >= 0:  # a failed allocation may keep what it got until the file is cut
+                    device.truncate(fd, 0)
+            with contextlib.suppress(DeviceError):
+                if fd >= 0:
+                    device.close(fd)
+            with contextlib.suppress(DeviceError):
+                device.remove(partial)
+            with contextlib.suppress(DeviceError):
+                device.remove_directory(path.parent)
+            raise
+        return made
+
+    @classmethod
+    def open(
+        cls,
+        device: Device,
+        directory: Path,
+        segment: SegmentId,
+        geometry: SegmentGeometry,
+        namespace: bytes,
+        *,
+        direct: bool,
+    ) -> Segment:
+        """Open a segment that is there, whatever a crash or a fault left in it.
+
+        Rows that the file is too short for are dropped and the file is made its full size again
+        (cut to it, if it is longer); a torn header falls back to the older table.  The header is
+        then due to be written: `flush_header` does it.  Raises `DeviceError`.
+        """
+        path = segment_path(directory, segment)
+        size = device.stat(path).size_bytes
+        fd = device.open(path, direct=direct)
+        try:
+            opened = cls(device, path, segment, geometry, namespace, fd, direct=direct)
+            raw = aligned_buffer(geometry.header_bytes)
+            with contextlib.suppress(CorruptRecord):  # a short header reads as zeros from there on
+                read_fully(device, fd, [raw], 0, str(path))
+            decoded = header.decode_header(geometry, bytes(raw), namespace)
+            opened.entries = decoded.entries
+            opened._generation = decoded.generation
+            whole = decoded.whole
+            if size < geometry.segment_bytes:
+                whole = False
+                for slot in opened._named_slots():
+                    if geometry.row_offset(slot) + geometry.record_bytes > size:
+                        header.clear_entry(opened.entries, slot)
+                reserve(device, fd, geometry.segment_bytes)
+            elif size > geometry.segment_bytes:
+                device.truncate(fd, geometry.segment_bytes)
+        except BaseException:
+            with contextlib.suppress(DeviceError):
+                device.close(fd)
+            raise
+        opened.named_on_disk = set(opened._named_slots())
+        opened._free = [slot for slot in opened._free if slot not in opened.named_on_disk]
+        opened.version = 0 if whole else 1
+        return opened
+
+    # -- table and free slots, under the owner's lock -------------------------------------------
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def take_free(self, count: int) -> list[SlotId]:
+        """Up to `count` free slots, lowest first; they are the caller's until `withdraw` with
+        `free=True`."""
+        return [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+
+    def name(self, slot: SlotId, key: bytes, checksum: int, last_use: int) -> None:
+        """Enter a row into the table."""
+        header.set_entry(self.geometry, self.entries, slot, key, checksum, last_use)
+        self.version += 1
+
+    def withdraw(self, slot: SlotId, *, free: bool) -> None:
+        """Take a row out of the table; `free` also gives its slot back."""
+        header.clear_entry(self.entries, slot)
+        self.version += 1
+        if free:
+            heapq.heappush(self._free, slot)
+
+    def mark_used(self, slot: SlotId, last_use: int) -> None:
+        """Note a use; it reaches the disk with the next header, or by `flush_header` after
+        `recency_changed` was taken into `version`."""
+        self.entries["last_use"][slot] = last_use
+        self.recency_changed = True
+
+    @property
+    def last_use(self) -> int:
+        """Of its most recent row; -1 without rows."""
+        uses = self.entries["last_use"][self.entries["key_bytes"] > 0]
+        return int(uses.max()) if len(uses) else -1
+
+    def _named_slots(self) -> list[SlotId]:
+        return [SlotId(int(i)) for i in np.flatnonzero(self.entries["key_bytes"])]
+
+    def rows(self) -> list[tuple[SlotId, bytes, int]]:
+        """(slot, key, last use) of every named slot."""
+        found = []
+        for slot in self._named_slots():
+            key = header.key_of(self.entries, slot)
+            assert key is not None
+            found.append((slot, key, int(self.entries["last_use"][slot])))
+        return found
+
+    def place(self, slot: SlotId) -> str:
+        """Where `slot` is, for messages."""
+        return f"{self.path} slot {slot}"
+
+    # -- header ---------------------------------------------------------------------------------
+
+    def _write_blank_header(self) -> None:
+        raw = header.encode_index(self.geometry, self.entries)
+        for generation in (0, 1):
+            raw += header.encode_table(self.geometry, self.entries, generation, self._namespace)
+        self._write_header_part(raw, 0)
+
+    def _write_header_part(self, raw: bytes, offset: int) -> None:
+        buffer = aligned_buffer(len(raw))
+        buffer[:] = raw
+        write_fully(self._device, self._fd, [buffer], offset)
+
+    def flush_header(
+        self, lock: threading.Lock | threading.RLock, version: int | None = None
+    ) -> None:
+        """Return once a header of at least `version` (default: the present one) is on disk.
+
+        Call without `lock`, the owner's.  Not synced: a power cut may lose it, which costs rows
+        and never bytes.  Raises `DeviceError`; then the header on disk is an older one, or torn
+        into one copy.
+        """
+        with self._header_lock:
+            with lock:
+                wanted = self.version if version is None else version
+                if self._written_version >= wanted:
+                    return
+                current = self.version
+                generation = self._generation + 1
+                table = header.encode_table(
+                    self.geometry, self.entries, generation, self._namespace
+                )
+                index = header.encode_index(self.geometry, self.entries)
+                named = set(self._named_slots())
+                self.named_on_disk |= named  # from here on the disk may name them
+                self.recency_changed = False
+            self._write_header_part(table, self.geometry.table_offset(generation))
+            self._write_header_part(index, 0)
+            with lock:
+                self._generation = generation
+                self._written_version = current
+                self.named_on_disk = named
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def write_rows(self, first: SlotId, rows: Sequence[memoryview]) -> list[int]:
+        """Write `rows` to consecutive slots from `first`; their checksums.
+
+        At most `ROWS_PER_CALL` rows of row_bytes each.  Raises `DeviceError`, and then the slots
+        hold no defined content.  The slots must not be named on disk.
+        """
+        pages = _scratch.pages
+        checksums = []
+        buffers = []
+        for position, row in enumerate(rows):
+            if self._direct and not _aligned(row):
+                bounce = aligned_buffer(row.nbytes)
+                bounce[:] = row
+                row = bounce
+            checksum = crc32c(row)
+            trailer = pages[position * PAGE_BYTES : (position + 1) * PAGE_BYTES]
+            trailer[:TRAILER_BYTES] = checksum.to_bytes(TRAILER_BYTES, "little")
+            buffers += [row, trailer]
+            checksums.append(checksum)
+        write_fully(self._device, self._fd, buffers, self.geometry.row_offset(first))
+        return checksums
+
+    def read_rows(self, rows: Sequence[ReadRow]) -> list[CorruptRecord | DeviceError | None]:
+        """Read rows from consecutive slots; per row None, or what is wrong with it.
+
+        At most `ROWS_PER_CALL` rows.  A fault in one row does not fail its neighbours.  A buffer
+        whose result is not None holds no defined content.
+        """
+        try:
+            return self._read_run(rows)
+        except (CorruptRecord, DeviceError) as exc:
+            if len(rows) == 1:
+                return [exc]
+        return [error for row in rows for error in self.read_rows([row])]
+
+    def _read_run(self, rows: Sequence[ReadRow]) -> list[CorruptRecord | DeviceError | None]:
+        pages = _scratch.pages
+        targets = [
+            row.buffer
+            if not self._direct or _aligned(row.buffer)
+            else aligned_buffer(row.buffer.nbytes)
+            for row in rows
+        ]
+        buffers = []
+        for position, target in enumerate(targets):
+            buffers += [target, pages[position * PAGE_BYTES : (position + 1) * PAGE_BYTES]]
+        first = rows[0].slot
+        offset = self.geometry.row_offset(first)
+        read_fully(self._device, self._fd, buffers, offset, self.place(first))
+        results: list[CorruptRecord | DeviceError | None] = []
+        for position, (row, target) in enumerate(zip(rows, targets, strict=True)):
+            start = position * PAGE_BYTES
+            trailer = int.from_bytes(pages[start : start + TRAILER_BYTES], "little")
+            found = crc32c(target)
+            if found == trailer == row.checksum:
+                if target is not row.buffer:
+                    row.buffer[:] = target
+                results.append(None)
+            else:
+                reason = (
+                    f"crc32c of the row {found:08x}, of its trailer {trailer:08x}, "
+                    f"of the key table {row.checksum:08x}"
+                )
+                results.append(CorruptRecord(self.place(row.slot), reason))
+        return results
+
+    # -- end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the file.  The caller has flushed the header and ended all I/O."""
+        self._device.close(self._fd)
+
+    def remove(self) -> None:
+        """Give the segment back to the file system; no I/O on it is under way.
+
+        Raises `DeviceError`; then it is closed, and its file still there.
+        """
+        with contextlib.suppress(DeviceError):  # of a file that nobody will read again
+            self._device.close(self._fd)
+        self._device.remove(self.path)
+        with contextlib.suppress(DeviceError):
+            self._device.remove_directory(self.path.parent)
+
+
+def runs(slots: Sequence[SlotId], longest: int = ROWS_PER_CALL) -> list[tuple[int, int]]:
+    """[start, stop) positions of the stretches of `slots` that are consecutive numbers."""
+    stretches: list[tuple[int, int]] = []
+    start = 0
+    for position in range(1, len(slots) + 1):
+        is_end = position == len(slots) or slots[position] != slots[position - 1] + 1
+        if is_end or position - start == longest:
+            stretches.append((start, position))
+            start = position
+    return stretches

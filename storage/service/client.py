@@ -1,0 +1,370 @@
+"""StoreClient: the only face of the disk store towards `tiering`.
+
+Every call but `connect` and `close` returns at once, without waiting and without disk I/O: lookups
+are answered from a replica of the index, jobs are messages, results are polled.  Not thread-safe:
+one thread, the scheduler's, makes all calls.
+
+The store process may die.  Then all its I/O has ended (a process is gone only when its threads
+have left the kernel), its jobs are reported as failed, lookups miss, and a new process is started
+after a back-off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from storage.errors import StorageError
+from storage.namespace import Identity
+from storage.service import messages
+from storage.service.messages import (
+    Attach,
+    Attached,
+    Clear,
+    Done,
+    FrameSplitter,
+    Published,
+    Read,
+    Ready,
+    Refused,
+    Request,
+    Touch,
+    Usage,
+    Withdrawn,
+    Write,
+)
+from storage.store import StoreOptions
+from storage.types import RowKey, RowOutcome
+
+log = logging.getLogger("kvtier.client")
+
+_RECEIVE_BYTES = 1 << 20
+_BACKOFF_S_MIN = 1.0
+_BACKOFF_S_MAX = 60.0
+_EXIT_TIMEOUT_S = 40.0  # of the store process: longer than its own wait for I/O
+
+
+class StoreRefused(StorageError):
+    """The store process can't open the root; the message is its one-line reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRows:
+    """Where rows stand in the region: row i at `rows_offset + i * row_bytes` of the file `fd`."""
+
+    fd: int
+    rows_offset: int
+    row_bytes: int
+    row_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """Reported once per job.  `outcomes[i]` belongs to the job's i-th key."""
+
+    job_id: int
+    outcomes: list[RowOutcome]
+    bytes_moved: int
+    seconds: float
+
+
+Spawn = Callable[[socket.socket], "subprocess.Popen[bytes]"]
+
+
+def spawn_store_process(connection: socket.socket) -> subprocess.Popen[bytes]:
+    """Start `python -m storage.service` at the other end of `connection`."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (package_root, os.environ.get("PYTHONPATH")))
+    )
+    return subprocess.Popen(
+        [sys.executable, "-m", "storage.service", "--fd", str(connection.fileno())],
+        pass_fds=[connection.fileno()],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,  # a Ctrl-C at the terminal is the engine's business
+    )
+
+
+class StoreClient:
+    """Attach to a private store process.  See the module's docstring for the rules."""
+
+    def __init__(
+        self,
+        options: StoreOptions,
+        identity: Identity,
+        rows: RegionRows,
+        spawn: Spawn = spawn_store_process,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.usage = Usage()
+        """The latest figures, as sent with each finished job."""
+        self.restarts = 0
+        self._options = options
+        self._identity = identity
+        self._rows = replace(rows, fd=os.dup(rows.fd))
+        self._spawn = spawn
+        self._now = now
+        self._keys: set[bytes] = set()
+        self._withdrawn: list[RowKey] = []
+        self._jobs: dict[int, int] = {}  # job id -> number of keys
+        self._next_job_id = 0
+        self._finished: list[FinishedJob] = []
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._splitter = FrameSplitter()
+        self._unsent = bytearray()
+        self._ready = False
+        self._refusal: str | None = None
+        self._restart_at = 0.0
+        self._backoff_s = _BACKOFF_S_MIN
+        self._closed = False
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float) -> None:
+        """Start the store process and wait until its index is here.  May block: for start-up only.
+
+        Raises `StoreRefused` with the reason, or `TimeoutError`; then the process is gone.
+        """
+        self._start()
+        deadline = self._now() + timeout_s
+        while not self._ready:
+            if self._connection is None or self._refusal is not None:
+                reason = self._refusal or "the store process ended at start; its log says why"
+                self.close()
+                raise StoreRefused(reason)
+            left = deadline - self._now()
+            if left <= 0:
+                self.close()
+                raise TimeoutError(f"the store process did not open its root in {timeout_s:g} s")
+            select.select([self._connection], [], [], left)
+            self._receive()
+
+    def close(self) -> None:
+        """End the store process, which first ends the I/O that it was asked for.  May block."""
+        if self._closed:
+            return
+        self._closed = True
+        self._send_pending(block=True)
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_WR)
+        if self._process is not None:
+            try:
+                # Nobody reads any more, so what it still wants to say must not fill the socket.
+                self._drain()
+                self._process.wait(_EXIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.error("store process %d hangs in I/O and is killed", self._process.pid)
+                self._process.kill()
+                self._process.wait()
+        self._disconnect()
+        os.close(self._rows.fd)
+
+    def _drain(self) -> None:
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        while self._connection is not None and time.monotonic() < deadline:
+            select.select([self._connection], [], [], 1.0)
+            self._receive()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the store process serves: else lookups miss and jobs fail at once."""
+        return self._ready
+
+    @property
+    def store_pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def pending_jobs(self) -> int:
+        """Jobs whose result has not been polled yet."""
+        return len(self._jobs) + len(self._finished)
+
+    # -- asking and doing -----------------------------------------------------------------------
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the store has `key`, as far as is known here.  A stale yes is a clean miss."""
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def read(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int:
+        """Copy rows from disk to region rows `slots`; the job's id.  The slots are the store's
+        until the job is reported."""
+        return self._submit(Read(self._next_job_id, list(keys), list(slots)))
+
+    def write(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int:
+        """Copy region rows `slots` to disk, the chunks of one request first to last; the job's id.
+        The slots must not change until the job is reported."""
+        return self._submit(Write(self._next_job_id, list(keys), list(slots)))
+
+    def clear(self) -> int:
+        """Drop every row of the namespace, also on disk; the job's id.  All other jobs have ended."""
+        assert not self._jobs, "clear while rows move"
+        return self._submit(Clear(self._next_job_id))
+
+    def touch(self, keys: Sequence[RowKey]) -> None:
+        """The chunks of one request, first to last, were used in the region."""
+        if keys and self._ready:
+            self._send(Touch(list(keys)))
+
+    def poll(self) -> list[FinishedJob]:
+        """Jobs that ended since the last call; keeps the replica and the usage up to date."""
+        if self._connection is not None:
+            self._send_pending(block=False)
+            self._receive()
+        elif not self._closed and self._now() >= self._restart_at:
+            self._restart()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def take_withdrawn(self) -> list[RowKey]:
+        """Keys that left the store since the last call."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return withdrawn
+
+    def _submit(self, request: Read | Write | Clear) -> int:
+        self._next_job_id += 1
+        key_count = 0 if isinstance(request, Clear) else len(request.keys)
+        if self._ready:
+            self._jobs[request.job_id] = key_count
+            self._send(request)
+        else:
+            self._finish_failed(request.job_id, key_count)
+        return request.job_id
+
+    def _finish_failed(self, job_id: int, key_count: int) -> None:
+        self._finished.append(FinishedJob(job_id, [RowOutcome.FAILED] * key_count, 0, 0.0))
+
+    # -- connection -----------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._process = self._spawn(theirs)
+        attach = Attach(
+            protocol_version=messages.PROTOCOL_VERSION,
+            root=str(self._options.root),
+            budget_bytes=self._options.budget_bytes,
+            segment_bytes=self._options.segment_bytes,
+            io_threads=self._options.io_threads,
+            model=self._identity.model,
+            identity=self._identity.fields,
+            row_bytes=self._rows.row_bytes,
+            row_count=self._rows.row_count,
+            rows_offset=self._rows.rows_offset,
+        )
+        frame = messages.encode_frame([attach])
+        sent = socket.send_fds(ours, [frame], [self._rows.fd])
+        ours.setblocking(False)
+        self._connection = ours
+        self._splitter = FrameSplitter()
+        self._unsent = bytearray(frame[sent:])
+
+    def _restart(self) -> None:
+        self._restart_at = self._now() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
+        self.restarts += 1
+        try:
+            self._start()
+        except OSError as exc:
+            log.warning("store process not started: %s", exc)
+
+    def _send(self, request: Request) -> None:
+        self._unsent += messages.encode_frame([request])
+        self._send_pending(block=False)
+
+    def _send_pending(self, *, block: bool) -> None:
+        while self._unsent and self._connection is not None:
+            try:
+                sent = self._connection.send(self._unsent)
+                del self._unsent[:sent]
+            except BlockingIOError:
+                if not block:
+                    return
+                select.select([], [self._connection], [], 1.0)
+            except OSError:
+                self._lost()
+
+    def _receive(self) -> None:
+        while self._connection is not None:
+            try:
+                data = self._connection.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._lost()
+                return
+            try:
+                for body in self._splitter.feed(data):
+                    for reply in messages.reply_decoder.decode(body):
+                        self._handle(reply)
+            except (ValueError, msgspec.MsgspecError) as exc:
+                log.error("the store process talks nonsense: %s", exc)
+                self._lost()
+
+    def _handle(self, reply: messages.Reply) -> None:
+        match reply:
+            case Done(job_id, outcomes, bytes_moved, seconds):
+                del self._jobs[job_id]
+                decoded = [RowOutcome(code) for code in outcomes]
+                self._finished.append(FinishedJob(job_id, decoded, bytes_moved, seconds))
+            case Published(keys):
+                self._keys.update(keys)
+            case Withdrawn(keys):
+                self._keys.difference_update(keys)
+                self._withdrawn += [RowKey(key) for key in keys]
+            case Usage():
+                self.usage = reply
+            case Attached(pid, slots_per_segment, segment_bytes, direct):
+                log.info(
+                    "store process %d: segments of %d rows, %d bytes, %s I/O",
+                    pid,
+                    slots_per_segment,
+                    segment_bytes,
+                    "direct" if direct else "buffered",
+                )
+            case Ready():
+                self._ready = True
+                self._backoff_s = _BACKOFF_S_MIN
+            case Refused(reason):
+                self._refusal = reason
+                log.error("store refused: %s", reason)
+
+    def _lost(self) -> None:
+        """The store process is gone: so is its I/O, its index and every job."""
+        self._disconnect()
+        if not self._closed:
+            log.warning("the store process is gone; the disk tier misses until it is back")
+            self._restart_at = self._now() + self._backoff_s
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.0)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._ready = False
+        self._unsent.clear()
+        self._keys.clear()
+        for job_id, key_count in self._jobs.items():
+            self._finish_failed(job_id, key_count)
+        self._jobs.clear()

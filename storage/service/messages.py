@@ -1,0 +1,154 @@
+"""What an engine and a store process say to each other: small typed messages, never data.
+
+A frame is a little-endian uint32 length and that many bytes of msgpack: a list of messages, in
+order.  The region's file descriptor travels once, with the frame that holds `Attach`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+FRAME_HEAD = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 << 20  # far above what a batch of jobs takes; more is a stranger talking
+
+
+class Attach(msgspec.Struct, tag="attach", frozen=True):
+    """First message of an engine.  Row i of its region stands at `rows_offset + i * row_bytes`."""
+
+    protocol_version: int
+    root: str
+    budget_bytes: int
+    segment_bytes: int | None
+    io_threads: int
+    model: str
+    identity: dict[str, Any]
+    row_bytes: int
+    row_count: int
+    rows_offset: int
+
+
+class Read(msgspec.Struct, tag="read", frozen=True):
+    """Copy rows from disk into region rows; answered by one `Done`."""
+
+    job_id: int
+    keys: list[bytes]
+    slots: list[int]
+
+
+class Write(msgspec.Struct, tag="write", frozen=True):
+    """Copy region rows to disk; answered by one `Done`."""
+
+    job_id: int
+    keys: list[bytes]
+    slots: list[int]
+
+
+class Touch(msgspec.Struct, tag="touch", frozen=True):
+    """The chunks of one request, first to last, were used in the region."""
+
+    keys: list[bytes]
+
+
+class Clear(msgspec.Struct, tag="clear", frozen=True):
+    """Drop every row of the namespace, on disk too; answered by one `Done` without outcomes."""
+
+    job_id: int
+
+
+class Attached(msgspec.Struct, tag="attached", frozen=True):
+    """The root is open.  `Published` messages with all present keys follow, then `Ready`."""
+
+    pid: int
+    slots_per_segment: int
+    segment_bytes: int
+    direct: bool
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The engine's replica of the index is complete; from here on it is kept up to date."""
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The store can't be opened; `reason` is for the user.  The connection ends."""
+
+    reason: str
+
+
+class Published(msgspec.Struct, tag="published", frozen=True):
+    keys: list[bytes]
+
+
+class Withdrawn(msgspec.Struct, tag="withdrawn", frozen=True):
+    keys: list[bytes]
+
+
+class Done(msgspec.Struct, tag="done", frozen=True):
+    """`outcomes[i]` is the `RowOutcome` of the job's i-th key."""
+
+    job_id: int
+    outcomes: bytes
+    bytes_moved: int
+    seconds: float
+
+
+class Usage(msgspec.Struct, tag="usage", frozen=True):
+    """Figures of the root and of this namespace since it was opened; sent when they change."""
+
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    state: str = ""
+    state_reason: str = ""
+    rows: int = 0
+    segments: int = 0
+    rows_read: int = 0
+    bytes_read: int = 0
+    rows_missing: int = 0
+    rows_corrupt: int = 0
+    reads_failed: int = 0
+    rows_written: int = 0
+    bytes_written: int = 0
+    rows_already_stored: int = 0
+    writes_declined: int = 0
+    writes_failed: int = 0
+    rows_evicted: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+Request = Attach | Read | Write | Touch | Clear
+Reply = Attached | Ready | Refused | Published | Withdrawn | Done | Usage
+
+_encoder = msgspec.msgpack.Encoder()
+request_decoder = msgspec.msgpack.Decoder(list[Request])
+reply_decoder = msgspec.msgpack.Decoder(list[Reply])
+
+
+def encode_frame(messages: Sequence[Request] | Sequence[Reply]) -> bytes:
+    body = _encoder.encode(messages)
+    return FRAME_HEAD.pack(len(body)) + body
+
+
+class FrameSplitter:
+    """Bytes as they arrive, out comes each frame's body."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies of the frames that `data` completes.  Raises `ValueError` on nonsense."""
+        self._buffer += data
+        bodies = []
+        while len(self._buffer) >= FRAME_HEAD.size:
+            (size,) = FRAME_HEAD.unpack_from(self._buffer)
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"frame of {size} bytes: expected at most {MAX_FRAME_BYTES}")
+            if len(self._buffer) < FRAME_HEAD.size + size:
+                break
+            bodies.append(bytes(self._buffer[FRAME_HEAD.size : FRAME_HEAD.size + size]))
+            del self._buffer[: FRAME_HEAD.size + size]
+        return bodies

@@ -1,0 +1,235 @@
+"""The store process: owns a root and moves rows between it and one engine's region.
+
+Private mode: an engine starts it with one end of a socket pair and it ends with that socket,
+however the engine ends.  Threads: the caller's reads the socket, one writes it, the store's move
+the rows.  Nothing that the engine waits for waits for the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from storage.errors import StorageError
+from storage.namespace import Identity
+from storage.rowstore import JobResult, RowStore
+from storage.service import messages
+from storage.service.messages import (
+    Attach,
+    Attached,
+    Clear,
+    Done,
+    FrameSplitter,
+    Published,
+    Read,
+    Ready,
+    Refused,
+    Reply,
+    Request,
+    Touch,
+    Usage,
+    Withdrawn,
+    Write,
+)
+from storage.store import DiskStore, StoreOptions
+from storage.types import RowKey
+
+log = logging.getLogger("kvtier.service")
+
+_RECEIVE_BYTES = 1 << 20
+_KEYS_PER_MESSAGE = 4096  # of the first copy of the index
+_RECENCY_FLUSH_S = 30.0  # how much recency a crash may lose
+
+
+class Outbox:
+    """Sends replies in the order in which they were put, from a thread of its own."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._queue: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="kvtier-send", daemon=True)
+        self._thread.start()
+
+    def put(self, reply: Reply) -> None:
+        self._queue.put(reply)
+
+    def close(self) -> None:
+        """Send what is queued and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _send(self) -> None:
+        ending = False
+        while not ending:
+            batch = [self._queue.get()]
+            while not self._queue.empty():
+                batch.append(self._queue.get())
+            ending = None in batch
+            replies: list[Reply] = [reply for reply in batch if reply is not None]
+            try:
+                if replies:
+                    self._connection.sendall(messages.encode_frame(replies))
+            except OSError:
+                return  # the engine is gone; its socket says so to the receiving thread too
+
+
+class Session:
+    """One engine attached to one namespace of one root."""
+
+    def __init__(self, attach: Attach, region_fd: int, outbox: Outbox) -> None:
+        self._outbox = outbox
+        region_bytes = attach.rows_offset + attach.row_count * attach.row_bytes
+        found = os.fstat(region_fd).st_size
+        if found < region_bytes:
+            raise StorageError(f"region: expected {region_bytes} bytes, found {found}")
+        self._region = memoryview(mmap.mmap(region_fd, region_bytes, mmap.MAP_SHARED))
+        self._attach = attach
+        options = StoreOptions(
+            root=Path(attach.root),
+            budget_bytes=attach.budget_bytes,
+            segment_bytes=attach.segment_bytes,
+            io_threads=attach.io_threads,
+        )
+        self.store = DiskStore.open(options)
+        try:
+            identity = Identity(attach.model, attach.identity)
+            self.rows: RowStore = self.store.open_rows(identity, attach.row_bytes)
+        except BaseException:
+            self.store.close()
+            raise
+
+    def start(self) -> None:
+        """Send the index, and from then on every change of it."""
+        geometry = self.rows.geometry
+        self._outbox.put(
+            Attached(
+                os.getpid(), geometry.slots_per_segment, geometry.segment_bytes, self.store.direct
+            )
+        )
+        with self.store.lock:
+            keys = self.rows.keys()
+            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
+                self._outbox.put(Published(list(keys[start : start + _KEYS_PER_MESSAGE])))
+            self.rows.on_change = self._on_change
+        self._send_usage()
+        self._outbox.put(Ready())
+
+    def handle(self, request: Request) -> None:
+        """Start what the engine asks for.  Raises `ValueError` for rows outside the region."""
+        match request:
+            case Read(job_id, keys, slots):
+                buffers = [self._row(slot) for slot in slots]
+                self.rows.submit_read(_row_keys(keys), buffers, self._reporter(job_id))
+            case Write(job_id, keys, slots):
+                buffers = [self._row(slot) for slot in slots]
+                self.rows.submit_write(_row_keys(keys), buffers, self._reporter(job_id))
+            case Touch(keys):
+                self.rows.touch(_row_keys(keys))
+            case Clear(job_id):
+                self.rows.remove(self.rows.keys())
+                self._send_usage()
+                self._outbox.put(Done(job_id, b"", 0, 0.0))
+            case Attach():
+                raise ValueError("attached already")
+
+    def close(self) -> None:
+        """End the I/O under way and close the store."""
+        self.store.close()
+
+    def _row(self, slot: int) -> memoryview:
+        if not 0 <= slot < self._attach.row_count:
+            raise ValueError(f"slot {slot}: expected 0 to {self._attach.row_count - 1}")
+        start = self._attach.rows_offset + slot * self._attach.row_bytes
+        return self._region[start : start + self._attach.row_bytes]
+
+    def _reporter(self, job_id: int) -> Callable[[JobResult], None]:
+        def report(result: JobResult) -> None:
+            self._send_usage()
+            outcomes = bytes(result.outcomes)
+            self._outbox.put(Done(job_id, outcomes, result.bytes_moved, result.seconds))
+
+        return report
+
+    def _on_change(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
+        if withdrawn:
+            self._outbox.put(Withdrawn(list(withdrawn)))
+        if published:
+            self._outbox.put(Published(list(published)))
+
+    def _send_usage(self) -> None:
+        usage = self.store.usage()
+        counters = self.rows.count()
+        self._outbox.put(Usage(**usage._asdict(), **vars(counters)))
+
+
+def _row_keys(keys: list[bytes]) -> list[RowKey]:
+    return [RowKey(key) for key in keys]
+
+
+def serve(connection: socket.socket) -> None:
+    """Serve one engine until its socket ends.  Never raises for what an engine or a disk does."""
+    outbox = Outbox(connection)
+    session: Session | None = None
+    timer: threading.Thread | None = None
+    stopping = threading.Event()
+    region_fds: list[int] = []
+    splitter = FrameSplitter()
+    try:
+        while True:
+            data, fds, _, _ = socket.recv_fds(connection, _RECEIVE_BYTES, 1)
+            region_fds += fds
+            if not data:
+                break
+            for body in splitter.feed(data):
+                for request in messages.request_decoder.decode(body):
+                    if session is not None:
+                        session.handle(request)
+                        continue
+                    session = _attach(request, region_fds, outbox)
+                    session.start()
+                    timer = threading.Thread(
+                        target=_flush_recency, args=(session.store, stopping), daemon=True
+                    )
+                    timer.start()
+    except StorageError as exc:
+        outbox.put(Refused(str(exc)))
+    except (ValueError, msgspec.MsgspecError) as exc:
+        log.error("ending: %s", exc)
+        outbox.put(Refused(f"protocol: {exc}"))
+    except ConnectionError:
+        pass  # an engine that was killed
+    except Exception as exc:
+        log.exception("ending after an error of kvtier's own")
+        outbox.put(Refused(f"internal error: {exc!r}; the store's log has the trace"))
+    finally:
+        stopping.set()
+        if session is not None:
+            session.close()
+        outbox.close()
+
+
+def _attach(request: Request, region_fds: list[int], outbox: Outbox) -> Session:
+    if not isinstance(request, Attach) or not region_fds:
+        raise ValueError("expected attach with the region's file descriptor first")
+    if request.protocol_version != messages.PROTOCOL_VERSION:
+        raise StorageError(
+            f"protocol_version: expected {messages.PROTOCOL_VERSION}, "
+            f"got {request.protocol_version}; use one kvtier version on both sides"
+        )
+    try:
+        return Session(request, region_fds[0], outbox)
+    finally:
+        os.close(region_fds.pop(0))  # the mapping keeps the region
+
+
+def _flush_recency(store: DiskStore, stopping: threading.Event) -> None:
+    while not stopping.wait(_RECENCY_FLUSH_S):
+        store.flush_recency()

@@ -1,0 +1,423 @@
+"""DiskStore: the whole store as one object; one root, owner and budget for many namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from storage.device import Device, LocalDevice, replace_file, supports_direct
+from storage.engine import IoEngine
+from storage.errors import ConfigError, CorruptRecord, DeviceError, LayoutMismatch, RootUnusable
+from storage.header import SegmentGeometry
+from storage.namespace import (
+    METADATA,
+    ROWS,
+    Identity,
+    is_namespace_directory,
+    namespace_metadata,
+    read_geometry,
+)
+from storage.root import (
+    StaleNamespace,
+    allocated_bytes,
+    check_root,
+    record_owner,
+    remove_namespace,
+    remove_partials,
+    survey,
+    take_root,
+)
+from storage.rowstore import RowStore
+from storage.segment import Segment, segment_path
+from storage.sizes import format_size
+from storage.space import (
+    NAMESPACE_OVERHEAD_BYTES,
+    ROOT_OVERHEAD_BYTES,
+    SEGMENT_OVERHEAD_BYTES,
+    DiskState,
+    Space,
+)
+from storage.types import PAGE_BYTES
+
+log = logging.getLogger("kvtier.storage")
+
+_CLOSE_TIMEOUT_S = 30.0  # for I/O under way; longer than a slow disk needs for its queue
+_RESERVE_FRACTION = 100  # 1/100 of the file system stays free ...
+_RESERVE_BYTES_MAX = 1 << 30  # ... but no more than this
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How to open a root.  Build it from settings with `tiering.config`, which checks them."""
+
+    root: Path
+    budget_bytes: int
+    segment_bytes: int | None = None
+    """About how large a new namespace's segments are; None: chosen from the budget."""
+    io_threads: int = 4  # 1 to 4 saturate a drive; more only add latency
+    reserve_bytes: int | None = None
+    """Free space to leave on the file system; None: 1 % of it, at most 1 GiB."""
+    lock_timeout_s: float = 10.0  # a predecessor that was just killed may still end its I/O
+
+
+class StoreUsage(NamedTuple):
+    """Figures of a root, taken under its lock."""
+
+    budget_bytes: int
+    used_bytes: int
+    """Charged against the budget: allocated bytes and what the file system may add to them."""
+    state: str
+    state_reason: str
+    rows: int
+    segments: int
+
+
+class DiskStore:
+    """A root that this process owns.  Safe from any thread; a context manager.
+
+    `open` raises `ConfigError` for settings that can't work, `RootInUse` or `RootUnusable` for a
+    root that can't be had, and has then changed nothing but an empty directory that it made.
+    """
+
+    def __init__(
+        self, options: StoreOptions, device: Device, lock_fd: int, now: Callable[[], float]
+    ) -> None:
+        self.options = options
+        self.root = options.root
+        self.device = device
+        self.lock = threading.RLock()
+        self.direct = supports_direct(device, options.root)
+        reserve = options.reserve_bytes
+        if reserve is None:
+            total = device.space(options.root).total_bytes
+            reserve = min(total // _RESERVE_FRACTION, _RESERVE_BYTES_MAX)
+        self.space = Space(options.budget_bytes, reserve, now, on_state=self._log_state)
+        self._lock_fd = lock_fd
+        self._stores: dict[str, RowStore] = {}
+        self._stale: dict[str, StaleNamespace] = {}
+        self._closed = False
+        self._charge_what_is_there()
+        self.engine = IoEngine(options.io_threads)  # last: its threads must be ended
+
+    @classmethod
+    def open(
+        cls,
+        options: StoreOptions,
+        device: Device | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> DiskStore:
+        """Take the root: lock it, clean up after a crash, see what is there.
+
+        `now` is the clock in seconds of the back-off after faults of the disk.
+        """
+        device = device or LocalDevice()
+        lock_fd = take_root(options.root, device, options.lock_timeout_s)
+        try:
+            check_root(options.root, device)
+            remove_partials(options.root, device)
+            record_owner(options.root, device)
+            return cls(options, device, lock_fd, now)
+        except BaseException as exc:
+            with contextlib.suppress(DeviceError):
+                device.close(lock_fd)
+            if isinstance(exc, DeviceError):
+                raise RootUnusable(f"root: {exc}") from exc
+            raise
+
+    # -- namespaces -----------------------------------------------------------------------------
+
+    def open_rows(self, identity: Identity, row_bytes: int) -> RowStore:
+        """The rows of one namespace, made if it is new.
+
+        Raises `ConfigError` if the budget can't hold one segment of such rows, `LayoutMismatch`
+        if the namespace exists with another row, `RootUnusable` if its files can't be used.
+        """
+        if row_bytes <= 0 or row_bytes % PAGE_BYTES:
+            raise ValueError(f"row_bytes: expected a multiple of {PAGE_BYTES}, got {row_bytes}")
+        name = identity.directory
+        assert name not in self._stores, f"namespace {name} is open already"
+        with self.lock:
+            stale = self._stale.pop(name, None)
+        try:
+            rows = self._open_rows(identity, row_bytes, stale)
+            self._meet_budget(rows)
+        except BaseException:
+            if stale is not None:
+                with self.lock:
+                    self._stale[name] = stale
+            raise
+        with self.lock:
+            self._stores[name] = rows
+        return rows
+
+    def _open_rows(
+        self, identity: Identity, row_bytes: int, stale: StaleNamespace | None
+    ) -> RowStore:
+        directory = self.root / identity.directory / ROWS
+        geometry, segment_count = self._read_geometry(directory, row_bytes, stale)
+        self._check_one_segment_fits(geometry)
+        rows = RowStore(self, directory, identity, geometry, is_new=stale is None)
+        rows.pool.metadata_was_read(segment_count)
+        if stale is None:
+            return rows
+        try:
+            self.device.make_directory(directory / "c")
+            # Also the note of when it was last opened.
+            replace_file(self.device, directory.parent / METADATA, namespace_metadata(identity))
+        except DeviceError as exc:  # a full disk can still be read
+            log.warning("namespace not brought up to date: %s", exc)
+        rows.adopt(self._open_segments(rows, stale))
+        highest = max((number + 1 for number in rows.pool.numbers), default=0)
+        if highest > segment_count:
+            try:
+                rows.pool.write_metadata(highest)
+            except DeviceError as exc:
+                log.warning("zarr can't see all segments: %s", exc)
+        rows.flush(recency=False)
+        return rows
+
+    def _read_geometry(
+        self, directory: Path, row_bytes: int, stale: StaleNamespace | None
+    ) -> tuple[SegmentGeometry, int]:
+        """(geometry, segment count) of a namespace: what its array says, or the size of its
+        segments if that is lost, or as chosen for a new one."""
+        metadata = directory / METADATA
+        try:
+            geometry, count = read_geometry(self.device.read_file(metadata), str(metadata))
+        except CorruptRecord as exc:
+            log.warning("%s: made anew", exc)
+        except DeviceError as exc:
+            if exc.errno != errno.ENOENT:
+                raise RootUnusable(f"namespace {directory.parent.name}: {exc}") from exc
+        else:
+            if geometry.row_bytes != row_bytes:
+                raise LayoutMismatch(f"{metadata}: row_bytes", row_bytes, geometry.row_bytes)
+            return geometry, count
+        for number in stale.segments if stale is not None else ():
+            with contextlib.suppress(DeviceError):
+                size = self.device.stat(segment_path(directory, number)).size_bytes
+                found = SegmentGeometry.of_segment(row_bytes, size)
+                if found is not None:
+                    return found, 0
+        return self._choose_geometry(row_bytes), 0
+
+    def _open_segments(self, rows: RowStore, stale: StaleNamespace) -> list[Segment]:
+        """The segments that can be opened, each charged what a segment of its geometry costs.
+
+        One that the device refuses keeps its place and its charge.  One that was cut short and
+        has no room to be whole again is removed.
+        """
+        segments = []
+        for number, charged in sorted(stale.segments.items()):
+            missing = rows.pool.charge_bytes - charged
+            try:
+                if missing > 0 and not self.make_room(missing):
+                    log.warning("segment %d of %s: cut short, removed", number, rows.directory)
+                    self.device.remove(segment_path(rows.directory, number))
+                    with self.lock:
+                        self.space.release(charged)
+                    continue
+                segment = Segment.open(
+                    self.device,
+                    rows.directory,
+                    number,
+                    rows.geometry,
+                    rows.identity.namespace,
+                    direct=self.direct,
+                )
+            except DeviceError as exc:
+                log.warning("segment left out: %s", exc)
+                rows.pool.leave_alone(number)
+                continue
+            segments.append(segment)
+            if missing < 0:
+                with self.lock:
+                    self.space.release(-missing)
+        return segments
+
+    def _choose_geometry(self, row_bytes: int) -> SegmentGeometry:
+        budget = self.options.budget_bytes
+        geometry = SegmentGeometry.choose(row_bytes, budget, self.options.segment_bytes)
+        if _least_budget(geometry) > budget:
+            geometry = SegmentGeometry(row_bytes, 1)
+        return geometry
+
+    def _check_one_segment_fits(self, geometry: SegmentGeometry) -> None:
+        least = _least_budget(geometry)
+        if self.options.budget_bytes < least:
+            raise ConfigError(
+                "budget",
+                f"at least {least} bytes ({format_size(least)}), one segment of "
+                f"{geometry.slots_per_segment} rows of {geometry.row_bytes} bytes",
+                self.options.budget_bytes,
+            )
+        try:
+            total = self.device.space(self.root).total_bytes
+        except DeviceError as exc:
+            log.warning("size of the file system unknown: %s", exc)
+            return
+        if total < least:
+            raise ConfigError(
+                "root",
+                f"a file system of at least {least} bytes ({format_size(least)}), one segment; "
+                "use a larger one",
+                f"{self.root} with {total} bytes",
+            )
+
+    # -- space ----------------------------------------------------------------------------------
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Charge `size_bytes`, once stale namespaces gave up what they must; False if refused.
+
+        Never waits for another writer and never touches a namespace that is open.
+        """
+        while True:
+            try:
+                available = self.device.space(self.root).available_bytes
+            except DeviceError as exc:
+                with self.lock:
+                    self.space.growth_refused(str(exc))
+                return False
+            with self.lock:
+                if self.space.can_charge(size_bytes, available):
+                    self.space.charge(size_bytes)
+                    return True
+            if not self._shrink_stale():
+                break
+        with self.lock:
+            over_budget = self.space.charged_bytes + size_bytes > self.space.budget_bytes
+            self.space.growth_refused(
+                f"budget of {format_size(self.space.budget_bytes)} used up"
+                if over_budget
+                else f"file system has {format_size(available)} left"
+            )
+        return False
+
+    def _shrink_stale(self) -> bool:
+        """Give back a segment of the stale namespace opened longest ago, or what else it holds.
+
+        False if there is none left.  What can't be removed stays charged, and isn't tried again.
+        """
+        with self.lock:
+            if not self._stale:
+                return False
+            stale = min(self._stale.values(), key=lambda s: (s.opened_s, s.directory.name))
+            number = max(stale.segments, default=None)
+            if number is None:
+                del self._stale[stale.directory.name]
+                charged = stale.other_bytes
+            else:
+                charged = stale.segments.pop(number)
+        try:
+            if number is None:
+                remove_namespace(stale.directory, self.device)
+            else:
+                self.device.remove(segment_path(stale.directory / ROWS, number))
+        except DeviceError as exc:
+            log.warning("stale namespace %s: %s", stale.directory.name, exc)
+            return True
+        with self.lock:
+            self.space.release(charged)
+        what = "the rest" if number is None else f"segment {number}"
+        log.info("gave back %s of stale namespace %s", what, stale.directory.name)
+        return True
+
+    def _meet_budget(self, rows: RowStore) -> None:
+        """Shrink to a budget that was lowered: stale namespaces first, then the coldest rows."""
+        over = self.space.charged_bytes - self.space.budget_bytes
+        if over <= 0:
+            return
+        log.warning(
+            "%s holds %s more than its budget of %s: giving back stale namespaces, then the "
+            "least recently used rows",
+            self.root,
+            format_size(over),
+            format_size(self.space.budget_bytes),
+        )
+        dropped = 0
+        while self.space.charged_bytes > self.space.budget_bytes:
+            if self._shrink_stale():
+                continue
+            number = rows.pool.coldest()
+            if number is None:
+                break
+            try:
+                dropped += rows.drop_segment(number)
+            except DeviceError as exc:
+                log.warning("segment %d stays: %s", number, exc)
+        log.warning("budget lowered: %d rows given up", dropped)
+
+    def _charge_what_is_there(self) -> None:
+        """Charge all files under the root, and note every namespace as stale until it is opened."""
+        self.space.charge(ROOT_OVERHEAD_BYTES)
+        for name in self.device.list(self.root):
+            path = self.root / name
+            if is_namespace_directory(name) and self.device.stat(path).is_directory:
+                self._stale[name] = survey(path, self.device)
+                self.space.charge(self._stale[name].charged_bytes)
+            elif name != METADATA:  # not ours: left alone
+                self.space.charge(allocated_bytes(path, self.device))
+
+    def usage(self) -> StoreUsage:
+        with self.lock:
+            return StoreUsage(
+                self.space.budget_bytes,
+                self.space.charged_bytes,
+                self.space.state.value,
+                self.space.state_reason,
+                sum(len(rows) for rows in self._stores.values()),
+                sum(len(rows.pool.numbers) for rows in self._stores.values()),
+            )
+
+    def _log_state(self, state: DiskState, reason: str) -> None:
+        level = logging.INFO if state in (DiskState.GROWING, DiskState.FULL) else logging.WARNING
+        log.log(level, "%s is now %s: %s", self.root, state.value, reason)
+
+    # -- end ------------------------------------------------------------------------------------
+
+    def flush_recency(self) -> None:
+        """Write the headers in which only the order of use changed, so that a crash keeps it."""
+        for rows in list(self._stores.values()):
+            rows.flush(recency=True)
+
+    def close(self) -> bool:
+        """End the I/O under way, write what is pending, give the root up.  False if I/O hangs:
+        then its threads may still use their buffers, and the lock is kept until the process ends.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        if not self.engine.close(_CLOSE_TIMEOUT_S):
+            log.error("%s: I/O still under way after %g s", self.root, _CLOSE_TIMEOUT_S)
+            return False
+        for rows in self._stores.values():
+            rows.close()
+        self._stores.clear()
+        with contextlib.suppress(DeviceError):
+            self.device.close(self._lock_fd)
+        return True
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _least_budget(geometry: SegmentGeometry) -> int:
+    """Of a root that holds one such segment."""
+    overhead = SEGMENT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + ROOT_OVERHEAD_BYTES
+    return geometry.segment_bytes + overhead

@@ -1,0 +1,141 @@
+"""The settings of an engine, as they stand in `kv_connector_extra_config`.  Validated once, here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from storage.errors import ConfigError
+from storage.sizes import parse_size
+from storage.store import StoreOptions
+
+
+class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`disk`: the store below the region."""
+
+    root: str
+    """Directory of the store; made if it is missing.  One engine at a time."""
+    budget: str | int
+    """Physical bytes that everything under `root` may use, over all models."""
+    segment_size: str | int | None = None
+    """About how large one file of a new namespace is.  Default: 1/512 of the budget, 4 MiB to 1 GiB."""
+    io_threads: int = 4
+    """Threads that read and write; at least 1."""
+    reserve: str | int | None = None
+    """Free space to leave on the file system.  Default: 1 % of it, at most 1 GiB."""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of `kv_connector_extra_config`."""
+
+    cpu_bytes_to_use: str | int
+    """Size of the region in shared memory, for all ranks of the engine together."""
+    disk: DiskSettings | None = None
+    """The disk tier; without it chunks live in the region alone."""
+    blocks_per_chunk: int = 1
+    """Blocks that are stored, looked up and evicted together."""
+    promotion_timeout_s: float = 10.0
+    """How long a request waits for disk reads before it computes instead."""
+    offload_prompt_only: bool = True
+    """Store the KV of prompts only, not that of generated tokens."""
+    self_describing_kv_events: bool = False
+    """vLLM's own: KV events that name their tokens."""
+    sync_load_budget_bytes: int = 0
+    """vLLM's own (0.33): loads up to this size within one step."""
+    spec_name: str | None = None
+    spec_module_path: str | None = None
+    """vLLM's own keys for the class to load; nothing here reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Checked settings.  `Config.parse` alone builds it; the inside trusts it."""
+
+    region_bytes: int
+    store: StoreOptions | None
+    blocks_per_chunk: int
+    promotion_timeout_s: float
+    offload_prompt_only: bool
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str = "kv_connector_extra_config") -> Config:
+        """Check `raw`.  Raises `ConfigError` that names the setting, what was expected and found.
+
+        Touches no disk: whether the root can be had is for the store to say.
+        """
+        _refuse_unknown(raw, Settings, where)
+        if isinstance(raw.get("disk"), Mapping):
+            _refuse_unknown(raw["disk"], DiskSettings, f"{where}.disk")
+        try:
+            settings = msgspec.convert(dict(raw), Settings)
+        except msgspec.ValidationError as exc:
+            raise _as_config_error(exc, raw, where) from None
+        if settings.blocks_per_chunk < 1:
+            raise ConfigError(
+                f"{where}.blocks_per_chunk", "a number above 0", settings.blocks_per_chunk
+            )
+        if not settings.promotion_timeout_s > 0:
+            raise ConfigError(
+                f"{where}.promotion_timeout_s", "seconds above 0", settings.promotion_timeout_s
+            )
+        return cls(
+            region_bytes=parse_size(settings.cpu_bytes_to_use, f"{where}.cpu_bytes_to_use"),
+            store=_store_options(settings.disk, f"{where}.disk") if settings.disk else None,
+            blocks_per_chunk=settings.blocks_per_chunk,
+            promotion_timeout_s=settings.promotion_timeout_s,
+            offload_prompt_only=settings.offload_prompt_only,
+        )
+
+
+def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
+    if not disk.root.strip():
+        raise ConfigError(f"{where}.root", "a directory", disk.root)
+    if not 1 <= disk.io_threads <= 256:
+        raise ConfigError(f"{where}.io_threads", "1 to 256", disk.io_threads)
+    budget = parse_size(disk.budget, f"{where}.budget")
+    segment = disk.segment_size and parse_size(disk.segment_size, f"{where}.segment_size")
+    if segment and segment > budget:
+        raise ConfigError(
+            f"{where}.budget", f"at least one segment ({segment} bytes, segment_size)", disk.budget
+        )
+    # 0 is a size here, and the only place where it is one.
+    reserve = 0 if disk.reserve in (0, "0") else disk.reserve
+    if reserve:
+        reserve = parse_size(reserve, f"{where}.reserve")
+    assert not isinstance(reserve, str) and not isinstance(segment, str)
+    return StoreOptions(
+        root=Path(disk.root).expanduser().absolute(),
+        budget_bytes=budget,
+        segment_bytes=segment,
+        io_threads=disk.io_threads,
+        reserve_bytes=reserve,
+    )
+
+
+def _refuse_unknown(raw: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}.{key}", f"a known setting ({hint})", raw[key])
+
+
+def _as_config_error(
+    exc: msgspec.ValidationError, raw: Mapping[str, Any], where: str
+) -> ConfigError:
+    """msgspec's message, "Expected `int`, got `str` - at `$.disk.io_threads`", as ours."""
+    message, _, path = str(exc).partition(" - at `$")
+    path = path.rstrip("`")
+    found: Any = raw
+    for part in filter(None, path.split(".")):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    expected = message.split(", got")[0].removeprefix("Expected ").replace("`", "")
+    if message.startswith("Object missing required field"):
+        return ConfigError(f"{where}{path}.{message.split('`')[1]}", "a value", None)
+    return ConfigError(f"{where}{path}", expected, found)

@@ -1,0 +1,143 @@
+"""Every metric that kvtier exports: name, kind, labels and where its value comes from.
+
+Engine-neutral.  Counters are totals since start; an exporter that wants increments subtracts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from storage.service.messages import Usage
+from storage.space import DiskState
+from tiering.manager import TieringManager
+from tiering.rows import RowLayout
+
+
+class Kind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+class Sample(NamedTuple):
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"kvtier:{name}", Kind.COUNTER, text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"kvtier:{name}", Kind.GAUGE, text, labels)
+
+
+CHUNK_HITS = _counter("chunk_hits", "Chunks found, once per request and chunk.", "tier")
+CHUNK_MISSES = _counter("chunk_misses", "Chunks found in no tier, once per request and chunk.")
+CHUNKS_STORED = _counter("chunks_stored", "Chunks copied from the device to the region.")
+CHUNKS_EVICTED = _counter("chunks_evicted", "Chunks evicted to make room.", "tier")
+STORES_DECLINED = _counter("stores_declined", "Chunks offered for which the region had no slot.")
+PROMOTIONS_FAILED = _counter("promotions_failed", "Rows whose read from disk did not succeed.")
+PROMOTIONS_TIMED_OUT = _counter("promotions_timed_out", "Requests that stopped waiting for disk.")
+WRITES_NOT_STORED = _counter(
+    "writes_not_stored", "Rows that the store declined or failed to write."
+)
+READ_BYTES = _counter("read_bytes", "Bytes read into the region and verified.", "tier")
+WRITE_BYTES = _counter("write_bytes", "Bytes written from the region and published.", "tier")
+READ_SECONDS = _counter("read_seconds", "Thread time spent reading.", "tier")
+WRITE_SECONDS = _counter("write_seconds", "Thread time spent writing.", "tier")
+ROWS_READ = _counter("rows_read", "Rows read, by outcome.", "tier", "outcome")
+ROWS_WRITTEN = _counter("rows_written", "Rows offered for writing, by outcome.", "tier", "outcome")
+DISK_USED = _gauge("disk_used_bytes", "Bytes of the root charged against its budget.")
+DISK_BUDGET = _gauge("disk_budget_bytes", "Bytes that everything under the root may use.")
+DISK_ROWS = _gauge("disk_rows", "Rows of this engine's namespace on disk.")
+DISK_STATE = _gauge("disk_state", "1 for the state that the disk is in.", "state")
+DISK_UP = _gauge("disk_up", "1 while the store process serves.")
+STORE_RESTARTS = _counter("store_restarts", "Times the store process had to be started again.")
+REGION_SLOTS = _gauge("region_slots", "Slots of the region.", "use")
+ROW_BYTES = _gauge("row_bytes", "Bytes of one row, as stored and without dedup.", "dedup")
+
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFigures:
+    """What the client of the store knows of it."""
+
+    usage: Usage
+    is_up: bool
+    restarts: int
+
+
+def collect(
+    manager: TieringManager, layout: RowLayout, store: StoreFigures | None
+) -> Iterator[Sample]:
+    """The present value of every metric that applies."""
+    counters, primary = manager.counters, manager.primary
+    yield Sample(CHUNK_HITS, ("region",), counters.region_hits)
+    yield Sample(CHUNK_MISSES, (), counters.misses)
+    yield Sample(CHUNKS_STORED, (), counters.chunks_stored)
+    yield Sample(CHUNKS_EVICTED, ("region",), primary.evictions)
+    yield Sample(STORES_DECLINED, (), counters.stores_declined)
+    yield Sample(REGION_SLOTS, ("total",), primary.slot_count)
+    yield Sample(REGION_SLOTS, ("occupied",), primary.used_count)
+    yield Sample(REGION_SLOTS, ("busy",), primary.busy_count)
+    yield Sample(ROW_BYTES, ("on",), layout.row_bytes)
+    yield Sample(ROW_BYTES, ("off",), layout.row_bytes_without_dedup)
+    if store is None:
+        return
+    usage = store.usage
+    yield Sample(CHUNK_HITS, ("disk",), counters.disk_hits)
+    yield Sample(PROMOTIONS_FAILED, (), counters.promotions_failed)
+    yield Sample(PROMOTIONS_TIMED_OUT, (), counters.promotions_timed_out)
+    yield Sample(WRITES_NOT_STORED, (), counters.writes_not_stored)
+    yield Sample(CHUNKS_EVICTED, ("disk",), usage.rows_evicted)
+    yield Sample(READ_BYTES, ("disk",), usage.bytes_read)
+    yield Sample(WRITE_BYTES, ("disk",), usage.bytes_written)
+    yield Sample(READ_SECONDS, ("disk",), usage.read_seconds)
+    yield Sample(WRITE_SECONDS, ("disk",), usage.write_seconds)
+    for outcome, count in (
+        ("ok", usage.rows_read),
+        ("missing", usage.rows_missing),
+        ("corrupt", usage.rows_corrupt),
+        ("failed", usage.reads_failed),
+    ):
+        yield Sample(ROWS_READ, ("disk", outcome), count)
+    for outcome, count in (
+        ("ok", usage.rows_written),
+        ("already stored", usage.rows_already_stored),
+        ("declined", usage.writes_declined),
+        ("failed", usage.writes_failed),
+    ):
+        yield Sample(ROWS_WRITTEN, ("disk", outcome), count)
+    yield Sample(DISK_USED, (), usage.used_bytes)
+    yield Sample(DISK_BUDGET, (), usage.budget_bytes)
+    yield Sample(DISK_ROWS, (), usage.rows)
+    yield Sample(DISK_UP, (), float(store.is_up))
+    yield Sample(STORE_RESTARTS, (), store.restarts)
+    for state in DiskState:
+        yield Sample(DISK_STATE, (state.value,), float(usage.state == state.value))
+
+
+class Increments:
+    """Turns totals into what was added since the last call; a restarted store begins at 0 again."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def of(self, sample: Sample) -> float:
+        key = (sample.metric.name, sample.labels)
+        last = self._last.get(key, 0.0)
+        self._last[key] = sample.value
+        return sample.value - last if sample.value >= last else sample.value

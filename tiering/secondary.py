@@ -1,0 +1,35 @@
+"""What the manager asks of a tier below the region.  `storage.service.client.StoreClient` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from storage.service.client import FinishedJob
+from storage.types import RowKey
+
+
+class SecondaryTier(Protocol):
+    """A store of rows that reads into and writes from the region, never a device.
+
+    Thread: all calls come from the scheduler's thread, and none may block or do I/O.
+    Slots: from `read` or `write` until the job is polled, its slots belong to the tier.  A read
+    may leave anything in the slot of a row whose outcome is not OK; a write changes nothing.
+    Results: every job is polled exactly once, with one outcome per key in the order given.  A
+    failed write leaves no row behind; a failed read says so, and the key may be asked again.
+    `in` is answered from memory and may be stale: the read then reports MISSING.
+    """
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    def read(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int: ...
+
+    def write(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int: ...
+
+    def touch(self, keys: Sequence[RowKey]) -> None: ...
+
+    def clear(self) -> int: ...
+
+    def poll(self) -> list[FinishedJob]: ...
+
+    def close(self) -> None: ...

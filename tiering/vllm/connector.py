@@ -1,0 +1,89 @@
+"""KvtierConnector: what `--kv-transfer-config` names.
+
+    {"kv_connector": "KvtierConnector", "kv_connector_module_path": "tiering.vllm.connector",
+     "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "16GiB",
+     "disk": {"root": "/var/lib/kvtier", "budget": "500GB"}}}
+
+vLLM's own offloading connector with our spec.  It is a class of its own because only a connector
+sees the KV-cache configuration, and with it each layer's page and number of distinct shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+
+# Under another name: vLLM looks connectors up in this module, and must find only ours.
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector as _OffloadingConnector,
+)
+
+from storage.errors import StorageError
+from tiering.config import Config
+from tiering.vllm.facts import EngineFacts
+from tiering.vllm.plugin import configure_logging, log
+from tiering.vllm.spec import KvtierSpec
+
+_SPEC = {"spec_name": "KvtierSpec", "spec_module_path": "tiering.vllm.spec"}
+
+
+class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
+    """One per process of an engine: in the scheduler with a manager, in each rank with a worker."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        configure_logging()
+        self._canonical_layout = False  # vLLM's canonical pages; our rows are another layout
+        self.connector_scheduler = None
+        self.connector_worker = None
+        try:
+            _check(vllm_config)
+            config = build_offloading_config(vllm_config, kv_cache_config)
+            facts = EngineFacts.of(vllm_config, kv_cache_config)
+            spec = KvtierSpec(config, facts, vllm_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self.connector_scheduler = OffloadingConnectorScheduler(
+                    spec, vllm_config, kv_cache_config
+                )
+            else:
+                self.connector_worker = OffloadingConnectorWorker(
+                    spec, vllm_config, kv_cache_config
+                )
+        except StorageError as exc:
+            log.error("%s", exc)  # one line that stands by itself before vLLM's traceback
+            raise
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        _check(vllm_config)
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """vLLM asks the spec class that the configuration names for our metrics; name it."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        for key, value in _SPEC.items():
+            extra.setdefault(key, value)
+        return super().build_prom_metrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+
+
+def _check(vllm_config: Any) -> None:
+    """Refuse bad settings before anything is made."""
+    Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)

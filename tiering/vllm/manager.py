@@ -1,0 +1,112 @@
+"""VllmManager: vLLM's `OffloadingManager` in front of `TieringManager`.  Translates, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult as VllmLookupResult,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from storage.service.client import StoreClient
+from storage.types import RowKey
+from tiering.manager import LookupResult, TieringManager, Tier, chunk_keys
+from tiering.metrics import Increments, Kind, StoreFigures, collect
+from tiering.region import Region
+
+_RESULTS = {
+    LookupResult.HIT: VllmLookupResult.HIT,
+    LookupResult.HIT_PENDING: VllmLookupResult.HIT_PENDING,
+    LookupResult.RETRY: VllmLookupResult.RETRY,
+    LookupResult.MISS: VllmLookupResult.MISS,
+}
+_SOURCES = {Tier.REGION: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
+
+
+class VllmManager(OffloadingManager):  # type: ignore[misc]
+    """Owns region, store client and manager of one engine, in its scheduler."""
+
+    def __init__(self, manager: TieringManager, region: Region, client: StoreClient | None) -> None:
+        self._manager = manager
+        self._region = region
+        self._client = client
+        self._increments = Increments()
+
+    def on_new_request(self, req_context: Any) -> Any:
+        self._manager.begin(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._manager.finish(req_context.req_id)
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        return _RESULTS[self._manager.lookup(RowKey(key), req_context.req_id)]
+
+    def get_load_source(self, key: bytes, req_context: Any) -> Any:
+        return _SOURCES[self._manager.source(RowKey(key), req_context.req_id)]
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
+        return CPULoadStoreSpec(self._manager.prepare_load(chunk_keys(keys), req_context.req_id))
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
+        self._manager.complete_load(chunk_keys(keys))
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:  # noqa: ARG002
+        plan = self._manager.prepare_store(chunk_keys(keys))
+        if plan is None:
+            return None
+        return PrepareStoreOutput(
+            keys_to_store=plan.keys,
+            store_spec=CPULoadStoreSpec(plan.slots),
+            evicted_keys=plan.evicted,
+        )
+
+    def complete_store(
+        self,
+        keys: Collection[bytes],
+        req_context: Any,  # noqa: ARG002
+        success: bool = True,
+    ) -> None:
+        self._manager.complete_store(chunk_keys(keys), success=success)
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
+        self._manager.primary.touch(chunk_keys(keys))
+
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
+        self._manager.end_step()
+
+    def has_pending_work(self) -> bool:
+        return self._manager.has_pending_work()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def reset_cache(self) -> None:
+        if not self._manager.reset():
+            raise RuntimeError("kvtier: transfers to disk did not end, so the cache is not reset")
+
+    def get_stats(self) -> Any:
+        figures = None
+        if self._client is not None:
+            figures = StoreFigures(self._client.usage, self._client.is_up, self._client.restarts)
+        stats = OffloadingConnectorStats()
+        for sample in collect(self._manager, self._region.layout, figures):
+            metric, labels = sample.metric, sample.labels
+            if metric.kind is Kind.GAUGE:
+                stats.set_gauge(metric.name, sample.value, labels)
+            elif increment := self._increments.of(sample):
+                stats.increase_counter(metric.name, increment, labels)
+        return stats
+
+    def shutdown(self) -> None:
+        self._manager.close()
+        self._region.close()

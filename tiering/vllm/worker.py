@@ -1,0 +1,186 @@
+"""Workers: vLLM's `OffloadingWorker` over our region.
+
+On CPU tensors `CpuWorker`, which is `CopyWorker` in vLLM's words.  On CUDA and XPU vLLM's own
+`CPUOffloadingWorker` with its copy kernels: it is told our row layout as canonical page mappings,
+and sees the region through `RegionView`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalPageMapping,
+    CopyRun,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from tiering.region import Region
+from tiering.rows import LayerRow, RowLayout
+from tiering.worker import BlockRun, CopyWorker, LayerPages
+
+
+class CpuWorker(OffloadingWorker):  # type: ignore[misc]
+    """Synchronous copies: a transfer is complete when `submit_*` returns."""
+
+    def __init__(self, region: Region, rank: int, kv_caches: Any) -> None:
+        tensors = [t.tensor.view(torch.int8) for t in kv_caches.tensors]
+        groups = [
+            [LayerPages(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ]
+        self._blocks_per_chunk = region.layout.blocks_per_chunk
+        self._copies = CopyWorker(region, rank, tensors, groups)
+        self._finished: deque[Any] = deque()
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        copied = self._copies.store(self._runs(src_spec, dst_spec.block_ids))
+        self._finished.append(TransferResult(job_id, True, *copied))
+        return True
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: Any,
+        dst_spec: Any,
+        expedited: bool = False,  # noqa: ARG002 - every load here is done at once
+    ) -> bool:
+        copied = self._copies.load(self._runs(dst_spec, src_spec.block_ids))
+        self._finished.append(TransferResult(job_id, True, *copied))
+        return True
+
+    def _runs(self, device_spec: Any, slots: Any) -> list[BlockRun]:
+        """One run per group: its share of the blocks and of the chunks that they belong to."""
+        runs = []
+        block = slot = 0
+        for size, first in zip(device_spec.group_sizes, device_spec.block_indices, strict=True):
+            skipped = first % self._blocks_per_chunk
+            chunks = -(-(size + skipped) // self._blocks_per_chunk) if size else 0
+            block_ids = device_spec.block_ids[block : block + size]
+            runs.append(BlockRun(block_ids, slots[slot : slot + chunks], first))
+            block, slot = block + size, slot + chunks
+        assert block == len(device_spec.block_ids), "blocks of no group"
+        assert slot == len(slots), "chunks of no block"
+        return runs
+
+    def get_finished(self) -> list[Any]:
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing to wait for."""
+
+    def shutdown(self) -> None:
+        self._copies.close()
+
+
+class RegionView:
+    """Our region as the `mmap_region` that vLLM's `CPUOffloadingWorker` takes over.
+
+    It asks for one view per tensor, in order, and releases the region when it shuts down.
+    """
+
+    def __init__(self, region: Region, rank: int) -> None:
+        self._region = region
+        self.rank = rank
+        self.page_size = 4096
+        self.cpu_page_size = region.layout.row_bytes
+        self.num_chunks = region.row_count
+        self._row_stride = region.layout.row_bytes
+        self.total_size_bytes = region.row_count * region.layout.row_bytes
+        flat = torch.frombuffer(region.mapping, dtype=torch.int8)
+        self._base: torch.Tensor | None = flat[region.rows_offset :]
+        self.is_pinned = False
+        self.pinned_addresses: list[int] = []
+        self._next_layer = 0
+
+    def create_next_canonical_view(self, tensor_page_size: int) -> torch.Tensor:
+        """int8[row_count, tensor_page_size] over the next layer's part of every row."""
+        layout = self._region.layout
+        layer = layout.layers[self._next_layer]
+        expected = layout.blocks_per_chunk * layer.shards * layer.page_bytes
+        assert tensor_page_size == expected, (layer.name, tensor_page_size, expected)
+        assert self._base is not None, "released"
+        self._next_layer += 1
+        return self._base.as_strided(
+            (self.num_chunks, tensor_page_size),
+            (self._row_stride, 1),
+            self._base.storage_offset() + layer.offset,
+        )
+
+    def iter_worker_slot_ranges(self) -> list[tuple[int, int]]:
+        """(offset, length) of what a rank pins: all of it, since every rank uses whole rows."""
+        return [(0, self.total_size_bytes)]
+
+    def cleanup(self) -> None:
+        """Unpin and unmap; vLLM calls it once its copies have ended."""
+        if self.is_pinned:
+            from vllm.v1.kv_offload.cpu.host_register import host_unregister
+
+            for address in reversed(self.pinned_addresses):
+                host_unregister(address)
+            self.pinned_addresses.clear()
+            self.is_pinned = False
+        self._base = None
+        self._region.close()
+
+
+def page_mapping(layout: RowLayout, layer: LayerRow, rank: int, width: int) -> Any:
+    """`rank`'s page of `layer` in a row, in vLLM's words; `width` bytes of it are content.
+
+    vLLM elects writers by `(slot * blocks_per_chunk + block) % num_writers`, as
+    `RowLayout.is_writer` does.
+    """
+    replicas = layout.replicas(layer)
+    start = layout.shard_of(layer, rank) * layer.page_bytes
+    return CanonicalPageMapping(
+        canonical_page_size_bytes=layer.shards * layer.page_bytes,
+        local_page_size_bytes=width,
+        runs=(CopyRun(0, start, width, 1, width, width),),
+        num_writers=replicas,
+        writer_index=rank % replicas,
+        parallelism_agnostic=layer.shards == 1,
+    )
+
+
+def with_row_layout(kv_caches: Any, layout: RowLayout, rank: int) -> Any:
+    """`kv_caches` with every reference mapped to where our rows have it."""
+    return CanonicalKVCaches(
+        tensors=kv_caches.tensors,
+        group_data_refs=[
+            [
+                CanonicalKVCacheRef(
+                    ref.tensor_idx,
+                    ref.page_size_bytes,
+                    page_mapping(layout, layout.layers[ref.tensor_idx], rank, ref.page_size_bytes),
+                )
+                for ref in refs
+            ]
+            for refs in kv_caches.group_data_refs
+        ],
+    )
+
+
+def device_worker(region: Region, rank: int, kv_caches: Any) -> Any:
+    """vLLM's own worker, copy kernels and pinning, over our region.  For CUDA and XPU."""
+    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+
+    return CPUOffloadingWorker(
+        kv_caches=with_row_layout(kv_caches, region.layout, rank),
+        blocks_per_chunk=region.layout.blocks_per_chunk,
+        num_cpu_chunks=region.row_count,
+        mmap_region=RegionView(region, rank),
+        canonical_layout=True,
+    )
+
+
+def make_worker(region: Region, rank: int, kv_caches: Any) -> Any:
+    """The worker for the device that the KV cache lives on.  It owns `region` from here on."""
+    on_cpu = all(t.tensor.device.type == "cpu" for t in kv_caches.tensors)
+    return (CpuWorker if on_cpu else device_worker)(region, rank, kv_caches)
