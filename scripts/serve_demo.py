@@ -337,11 +337,10 @@ def table_of(report: Report) -> Table:
 
 def summary_of(report: Report) -> list[str]:
     """The lines under the table."""
+    cold_ms, warm_ms = report.ttft_cold_s * 1e3, report.ttft_warm_s * 1e3
     lines = [
-        f"median TTFT: cold {report.ttft_cold_s * 1e3:.0f} ms, warm {report.ttft_warm_s * 1e3:.0f} ms,"
-        f" {report.speedup:.1f}x",
-        "  over the first question of each document: its prefix is nowhere (cold) or on disk alone"
-        " (warm)",
+        f"median TTFT: cold {cold_ms:.0f} ms, warm {warm_ms:.0f} ms, {report.speedup:.1f}x",
+        "  (of each document's first question: its prefix is nowhere, or on disk alone)",
     ]
     if not MODELS[report.model].trained:
         lines.append("(a tiny random model computes as fast as it loads: its ratio is not judged)")

@@ -102,9 +102,7 @@ class _Rank:
     def __init__(self, shape: EngineShape, engine_id: str, rank: int) -> None:
         layout = shape.layout
         if rank == 0:
-            region = Region.create(
-                engine_id, layout, shape.region_bytes, size_field="--region"
-            )
+            region = Region.create(engine_id, layout, shape.region_bytes, size_field="--region")
         else:
             region = Region.attach(engine_id, rank=rank, expected=layout)
         self.shape, self.layout, self.rank = shape, layout, rank

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from storage.errors import ConfigError, CorruptRecord, LayoutMismatch
-from storage.header import SegmentGeometry
+from storage.header import MAX_SLOTS, SegmentGeometry
+from storage.types import PAGE_BYTES
 
 FORMAT_VERSION = 1  # of the files under a root; raised whenever an older reader would misread them
 ROWS = "rows"  # name of a namespace's array
@@ -144,11 +145,14 @@ def read_geometry(raw: bytes, place: str) -> tuple[SegmentGeometry, int]:
     """(geometry, segment count) from an array's `zarr.json`; raises like `read_metadata`."""
     metadata = read_metadata(raw, place)
     try:
-        slots, row_bytes = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-        geometry = SegmentGeometry(int(row_bytes), int(slots))
-        segment_count = int(metadata["shape"][0]) // geometry.slots_per_segment
-    except (KeyError, TypeError, ValueError, AssertionError) as exc:
+        slots, row_bytes = map(int, metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        total = int(metadata["shape"][0])
+    except (LookupError, TypeError, ValueError) as exc:
         raise CorruptRecord(place, "the array has not the shape of kvtier rows") from exc
+    if row_bytes <= 0 or row_bytes % PAGE_BYTES or not 1 <= slots <= MAX_SLOTS or total < 0:
+        raise CorruptRecord(place, "the array has not the shape of kvtier rows")
+    geometry = SegmentGeometry(row_bytes, slots)
+    segment_count = total // slots
     if metadata != msgspec.json.decode(rows_metadata(geometry, segment_count)):
         raise CorruptRecord(place, "the array's codecs or chunks are not those of kvtier rows")
     return geometry, segment_count

@@ -126,14 +126,16 @@ def remove_partials(root: Path, device: Device) -> None:
 
 
 def survey(directory: Path, device: Device) -> StaleNamespace:
-    """What a namespace's directory holds, whatever a crash or a person left of it."""
+    """What a namespace's directory holds, whatever a crash or a person left of it.
+
+    Raises `DeviceError` if the disk does not say: what is not seen would not be charged.
+    """
     segments = {}
     for number in segment_numbers(directory / ROWS, device):
-        with contextlib.suppress(DeviceError):
-            stat = device.stat(segment_path(directory / ROWS, number))
-            # A sparse segment may still fill: charge whichever is more.
-            size = max(stat.allocated_bytes, stat.size_bytes)
-            segments[number] = size + SEGMENT_OVERHEAD_BYTES
+        stat = device.stat(segment_path(directory / ROWS, number))
+        # A sparse segment may still fill: charge whichever is more.
+        size = max(stat.allocated_bytes, stat.size_bytes)
+        segments[number] = size + SEGMENT_OVERHEAD_BYTES
     opened_s = 0.0
     with contextlib.suppress(DeviceError):
         opened_s = device.stat(directory / METADATA).modified_s
@@ -144,7 +146,10 @@ def survey(directory: Path, device: Device) -> StaleNamespace:
 
 
 def allocated_bytes(path: Path, device: Device, without: set[Path] | None = None) -> int:
-    """Of a file, or of all files below a directory that can be seen; links are not followed."""
+    """Of a file, or of all files below a directory that may be seen; links are not followed.
+
+    Raises `DeviceError` if the disk does not say.
+    """
     if without and path in without:
         return 0
     try:
@@ -153,17 +158,18 @@ def allocated_bytes(path: Path, device: Device, without: set[Path] | None = None
             return stat.allocated_bytes
         names = device.list(path)
     except DeviceError as exc:
-        log.warning("not charged: %s", exc)
+        if exc.errno not in (errno.EACCES, errno.EPERM, errno.ENOENT):
+            raise
+        log.warning("not charged: %s", exc)  # such as lost+found, or gone since
         return 0
     return sum(allocated_bytes(path / name, device, without) for name in names)
 
 
 def segment_numbers(rows: Path, device: Device) -> list[SegmentId]:
-    """Of the segments below an array's directory, in order."""
-    try:
-        names = device.list(rows / "c")
-    except DeviceError:
+    """Of the segments below an array's directory, in order.  Raises `DeviceError`."""
+    if not exists(device, rows / "c"):
         return []
+    names = device.list(rows / "c")
     numbers = sorted(int(n) for n in names if n.isascii() and n.isdigit() and str(int(n)) == n)
     return [SegmentId(n) for n in numbers if exists(device, segment_path(rows, SegmentId(n)))]
 

@@ -8,7 +8,8 @@ torch. Slow, exact, and never loaded unless this package is installed.
 vLLM calls `register` in every process it starts. `KVTIER_MLA_ON_CPU=0` turns the plug-in off.
 """
 
-# ruff: noqa: ARG  (the signatures are vLLM's)
+# The signatures are vLLM's.
+# ruff: noqa: ARG002, ARG003, ARG004, ARG005
 from __future__ import annotations
 
 import os

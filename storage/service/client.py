@@ -83,7 +83,12 @@ Spawn = Callable[[socket.socket], "subprocess.Popen[bytes]"]
 
 
 def spawn_store_process(connection: socket.socket) -> subprocess.Popen[bytes]:
-    """Start `python -m storage.service` at the other end of `connection`."""
+    """Start `python -m storage.service` at the other end of `connection`.
+
+    It stays in the engine's session: Linux shares the cores among sessions first (autogroup), and
+    an engine whose ranks spin on `sched_yield` was seen to starve the threads of a store in a
+    session of its own for ten seconds (kernel 6.18, two cores).
+    """
     package_root = str(Path(__file__).resolve().parents[2])
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -94,7 +99,6 @@ def spawn_store_process(connection: socket.socket) -> subprocess.Popen[bytes]:
         pass_fds=[connection.fileno()],
         stdin=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,  # a Ctrl-C at the terminal is the engine's business
     )
 
 

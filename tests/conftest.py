@@ -1,0 +1,60 @@
+"""Fixtures of all tests.  Files go to `tmp_path`, that is to TMPDIR: a file system with O_DIRECT
+is best, since that is the store's usual way."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from storage.device import LocalDevice, supports_direct
+
+settings.register_profile(
+    "kvtier",
+    deadline=None,  # disks and shared cores: a slow example is no finding
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("kvtier")
+
+
+@pytest.fixture
+def direct_path(tmp_path: Path) -> Path:
+    """A directory that takes O_DIRECT."""
+    if not supports_direct(LocalDevice(), tmp_path):
+        pytest.skip(f"{tmp_path} takes no O_DIRECT: set TMPDIR")
+    return tmp_path
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory on tmpfs, for histories of many small operations; else `tmp_path`."""
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="kvtier-test-", dir="/dev/shm"))
+    except OSError:
+        yield tmp_path
+        return
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(autouse=True)
+def _no_io_thread_is_left() -> Iterator[None]:
+    """Every store that a test opened is closed, or abandoned and idle, when it ends."""
+    before = set(threading.enumerate())
+    yield
+    end = time.monotonic() + 2.0
+    while left := [
+        thread
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith("kvtier-io")
+    ]:
+        if time.monotonic() > end:
+            pytest.fail(f"I/O threads are left: {left}")
+        time.sleep(0.005)

@@ -1,0 +1,89 @@
+"""Real `vllm serve` runs for the tests in this folder.  They need `make setup-vllm`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from scripts.make_model import ensure_model
+from scripts.models import MODELS
+from scripts.serving import Completion, ServeConfig, VllmServer
+
+ANSWER_TOKENS = 16
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
+)
+
+StartServer = Callable[..., VllmServer]
+
+
+def transfer_config(root: Path, **extra: Any) -> Mapping[str, Any]:
+    """`--kv-transfer-config` for a store in `root`; `extra` replaces settings of the disk tier."""
+    disk = {"root": str(root), "budget": "256MB", **extra}
+    return {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "tiering.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB", "disk": disk},
+    }
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts servers and, whatever the test does, leaves none running."""
+    started: list[VllmServer] = []
+
+    def start(
+        model: str, config: Mapping[str, Any] | None, *, tp: int = 1, wait: bool = True
+    ) -> VllmServer:
+        ensure_model(model)
+        log = tmp_path / f"serve-{len(started)}.log"
+        serve = ServeConfig(
+            MODELS[model], config, tensor_parallel=tp, kv_cache_bytes=64 << 20
+        )
+        server = VllmServer(serve, log)
+        started.append(server)
+        return server.start() if wait else server
+
+    yield start
+    for server in started:
+        if server.port:  # it was started
+            server.kill()
+
+
+def byte_prompts(count: int, tokens: int = 900) -> list[str]:
+    """Prompts of about `tokens` one-byte tokens that share no prefix."""
+    return [
+        "".join(chr(97 + (i * 7 + j * j + i * i * (j + 1)) % 26) for i in range(tokens + 13 * j))
+        for j in range(count)
+    ]
+
+
+def answers(server: VllmServer, prompts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The greedy tokens of each prompt."""
+    return [_complete(server, prompt).token_ids for prompt in prompts]
+
+
+def _complete(server: VllmServer, prompt: str) -> Completion:
+    return server.complete(prompt, ANSWER_TOKENS, ignore_eos=True)
+
+
+def store_processes() -> list[psutil.Process]:
+    """Store processes of any engine on this machine."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "storage.service" in (process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def allocated_bytes(root: Path) -> int:
+    """Physical bytes of all regular files under `root`."""
+    return sum(path.lstat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+

@@ -1,0 +1,121 @@
+"""Small file systems of their own, filled to the last byte.  Needs root: mounts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.namespace import Identity
+from storage.store import DiskStore, StoreOptions
+from storage.testing.rows import aligned_rows, bytes_on_disk, filled_rows, key_of, row_of
+from storage.types import RowOutcome
+
+OK, MISSING = RowOutcome.OK, RowOutcome.MISSING
+ROW_BYTES = 65536
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+
+
+@pytest.fixture(params=["tmpfs", "ext4", "ext4 -m 20"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """An empty file system of 24 MiB."""
+    if os.geteuid():
+        pytest.skip("mounting needs root")
+    at = tmp_path / "disk"
+    at.mkdir()
+    if request.param == "tmpfs":
+        run("mount", "-t", "tmpfs", "-o", "size=24m", "kvtier-test", str(at))
+    else:
+        image = tmp_path / "image"
+        with image.open("wb") as file:
+            file.truncate(24 << 20)
+        run("mkfs.ext4", "-q", "-F", *request.param.split()[1:], str(image))
+        run("mount", "-o", "loop", str(image), str(at))
+    yield at
+    subprocess.run(["umount", str(at)], check=True, timeout=60)
+
+
+@pytest.fixture
+def few_inodes(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 64 MiB with room for 24 files and directories."""
+    if os.geteuid():
+        pytest.skip("mounting needs root")
+    at = tmp_path / "disk"
+    at.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=24", "kvtier-test", str(at))
+    yield at
+    subprocess.run(["umount", str(at)], check=True, timeout=60)
+
+
+IDENTITY = Identity("m", {})
+
+
+def store_and_check(store: DiskStore, count: int, first: int = 0) -> int:
+    """Store rows one by one, all of which must go well; how many are resident, all right."""
+    rows = store.open_rows(IDENTITY, ROW_BYTES)
+    for n in range(first, first + count):
+        key = key_of(n)
+        assert rows.write([key], filled_rows([key], ROW_BYTES)).outcomes == [OK], n
+    keys = rows.keys()
+    assert keys[-1] == key_of(first + count - 1)
+    buffers = aligned_rows(len(keys), ROW_BYTES)
+    assert rows.read(keys, buffers).outcomes == [OK] * len(keys)
+    for key, buffer in zip(keys, buffers, strict=True):
+        assert bytes(buffer) == row_of(key, ROW_BYTES)
+    return len(keys)
+
+
+def test_a_disk_smaller_than_the_budget_is_filled_and_reused(disk: Path) -> None:
+    budget = 10 << 30
+    for reserve, least in ((0, 10 << 20), (4 << 20, 6 << 20)):
+        options = StoreOptions(disk / f"root{reserve}", budget, 1 << 20, reserve_bytes=reserve)
+        with DiskStore.open(options) as store:
+            resident = store_and_check(store, 500)
+            assert store.usage().state == "full"
+            assert resident * ROW_BYTES >= least
+            stat = os.statvfs(disk)
+            assert stat.f_bavail * stat.f_frsize >= reserve
+            assert bytes_on_disk(options.root) <= store.usage().used_bytes
+        with DiskStore.open(options) as store:
+            assert len(store.open_rows(IDENTITY, ROW_BYTES)) == resident
+        subprocess.run(["rm", "-r", str(options.root)], check=True)
+
+
+def test_a_disk_that_others_fill_to_the_last_byte(disk: Path) -> None:
+    options = StoreOptions(disk / "root", 1 << 30, 1 << 20, reserve_bytes=0)
+    with DiskStore.open(options) as store:
+        assert store_and_check(store, 60) == 60
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+    # It starts on the full disk, reads what is there, and reuses slots.
+    with DiskStore.open(options) as store:
+        resident = store_and_check(store, 200, first=1000)
+        assert 45 <= resident <= 75
+        assert store.usage().state == "full"
+    filler.unlink()
+    with DiskStore.open(options) as store:
+        assert store_and_check(store, 150, first=2000) > resident
+
+
+def test_inodes_that_run_out_are_a_full_disk(few_inodes: Path) -> None:
+    options = StoreOptions(few_inodes / "root", 32 << 20, 1 << 18, reserve_bytes=0)
+    with DiskStore.open(options) as store:
+        resident = store_and_check(store, 200)
+        assert 12 <= resident <= 60
+        assert store.usage().state == "full"
+        assert "No space left" in store.usage().state_reason
+    with DiskStore.open(options) as store:
+        assert len(store.open_rows(IDENTITY, ROW_BYTES)) == resident

@@ -1,0 +1,205 @@
+"""The main job with the real `vllm serve`: cold, restarted, warm, damaged; exact tokens in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.serve_demo import rows_on_disk
+from scripts.serving import Metrics, ServeError, VllmServer
+from storage.header import SegmentGeometry
+from storage.namespace import read_geometry
+from tests.integration.conftest import (
+    StartServer,
+    allocated_bytes,
+    answers,
+    byte_prompts,
+    needs_vllm,
+    store_processes,
+    transfer_config,
+)
+from tests.integration.zarr_reading import assert_zarr_equals_store
+
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+
+PROMPTS = byte_prompts(4)
+DRAIN_TIMEOUT_S = 30.0
+
+
+def _settled(server: VllmServer) -> Metrics:
+    """Metrics once every chunk that was stored is on disk."""
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while True:
+        metrics = server.metrics()
+        stored = metrics.value("kvtier:chunks_stored_total")
+        written = metrics.value("kvtier:rows_written_total")
+        if written >= stored or time.monotonic() > deadline:
+            assert written == stored, "not every stored chunk reached the disk"
+            return metrics
+        server.complete("zz", 2, ignore_eos=True)  # metrics move with the engine's steps
+        time.sleep(0.2)
+
+
+def _disk_tokens(metrics: Metrics) -> float:
+    return metrics.value("vllm:prompt_tokens_cached_by_source_total", source="disk")
+
+
+def _await_store_processes_gone() -> None:
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while store_processes():
+        assert time.monotonic() < deadline, f"left running: {store_processes()}"
+        time.sleep(0.1)
+
+
+def test_cold_restarted_warm_then_zarr_then_corrupt(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """One store through its life.  Each part needs the one before, and a start costs half a minute.
+
+    zarr: what vLLM wrote is read by zarr-python, every row, byte for byte.
+    """
+    root = tmp_path / "store"
+    config = transfer_config(root)
+    server = start_server("tiny-llama", config)
+    cold = answers(server, PROMPTS)
+    metrics = _settled(server)
+    assert _disk_tokens(metrics) == 0
+    assert metrics.value("kvtier:disk_budget_bytes") == 256_000_000
+    assert 0 < allocated_bytes(root) <= metrics.value("kvtier:disk_used_bytes") <= 256_000_000
+    rows = int(metrics.value("kvtier:disk_rows"))
+    assert rows > 0
+    server.stop()
+    _await_store_processes_gone()
+
+    assert assert_zarr_equals_store(root) == rows
+
+    server = start_server("tiny-llama", config)
+    assert answers(server, PROMPTS) == cold
+    metrics = _settled(server)
+    assert _disk_tokens(metrics) >= 0.95 * sum(len(prompt) for prompt in PROMPTS)
+    hits = metrics.value("kvtier:chunk_hits_total", tier="disk")
+    assert metrics.value("kvtier:rows_read_total", outcome="ok") == hits
+    row_bytes = metrics.value("kvtier:row_bytes", dedup="on")
+    assert metrics.value("kvtier:read_bytes_total", tier="disk") == hits * row_bytes
+    server.stop()
+    _await_store_processes_gone()
+
+    damaged = _flip_a_bit_in_every_third_row(root)
+    server = start_server("tiny-llama", config)
+    assert answers(server, PROMPTS) == cold, "damaged rows must be misses, not answers"
+    metrics = _settled(server)
+    corrupt = metrics.value("kvtier:rows_read_total", outcome="corrupt")
+    assert 0 < corrupt <= damaged
+    assert _disk_tokens(metrics) < sum(len(prompt) for prompt in PROMPTS)
+    server.stop()
+
+
+def _flip_a_bit_in_every_third_row(root: Path) -> int:
+    """How many rows were damaged, of all slots of all segments."""
+    [metadata] = root.glob("*/rows/zarr.json")
+    geometry, _ = read_geometry(metadata.read_bytes(), str(metadata))
+    count = 0
+    for segment in (metadata.parent / "c").glob("*/0"):
+        count += _flip_bits(segment, geometry)
+    return count
+
+
+def _flip_bits(segment: Path, geometry: SegmentGeometry) -> int:
+    slots = range(0, geometry.slots_per_segment, 3)
+    with segment.open("r+b") as file:
+        for slot in slots:
+            offset = geometry.row_offset(slot) + geometry.row_bytes // 2
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 1]))
+    return len(slots)
+
+
+def test_mla_rows_are_single_copies_and_carry_over_from_tp2_to_tp1(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+    config = transfer_config(root)
+    server = start_server("tiny-mla", config, tp=2)
+    at_tp2 = answers(server, PROMPTS)
+    metrics = _settled(server)
+    single_copy = metrics.value("kvtier:row_bytes", dedup="on")
+    assert single_copy < metrics.value("kvtier:row_bytes", dedup="off")
+    server.stop()
+    _await_store_processes_gone()
+    assert [rows.row_bytes for rows in rows_on_disk(root)] == [single_copy]
+
+    server = start_server("tiny-mla", config, tp=1)
+    assert answers(server, PROMPTS) == at_tp2
+    assert _disk_tokens(server.metrics()) >= 0.95 * sum(len(prompt) for prompt in PROMPTS)
+    assert len(rows_on_disk(root)) == 1, "TP 1 must use the rows that TP 2 wrote"
+    server.stop()
+
+
+def test_kill_vllm_at_random_moments_loses_nothing_but_work(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """kill -9 of every process of the server, five times, during stores and loads."""
+    root = tmp_path / "store"
+    config = transfer_config(root, budget="8MB")  # so small that rows are evicted all the time
+    random_moment = random.Random(20261129)
+    server = start_server("tiny-llama", config)
+    expected = answers(server, PROMPTS)
+    for _ in range(5):
+        deadline = time.monotonic() + random_moment.uniform(0.0, 1.5)
+        turn = 0
+        while time.monotonic() < deadline:
+            prompt = PROMPTS[turn % len(PROMPTS)]
+            assert answers(server, [prompt]) == [expected[turn % len(PROMPTS)]]
+            turn += 1
+        _send_and_kill(server, PROMPTS[turn % len(PROMPTS)], random_moment.uniform(0.0, 0.3))
+        _await_store_processes_gone()
+        server = start_server("tiny-llama", config)
+        assert not list(Path("/dev/shm").glob("kvtier-*")), "a region leaked"
+        assert not list(root.rglob("*.partial")), "a half-made file leaked"
+        assert allocated_bytes(root) <= 8_000_000
+        assert answers(server, PROMPTS) == expected
+    assert server.metrics().value("kvtier:rows_read_total", outcome="corrupt") == 0
+    server.stop()
+    _await_store_processes_gone()
+    assert_zarr_equals_store(root)
+
+
+def _send_and_kill(server: VllmServer, prompt: str, delay_s: float) -> None:
+    """Send a prompt and, while it is answered, kill the server."""
+    def send() -> None:
+        # The connection breaks in one of many ways: that is the point of the exercise.
+        with contextlib.suppress(Exception):
+            server.complete(prompt, 64, ignore_eos=True)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    time.sleep(delay_s)
+    server.kill()
+    thread.join()
+
+
+def test_bad_settings_are_one_clear_line_at_start(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    config = json.loads(json.dumps(transfer_config(tmp_path / "store", budget="10XB")))
+    server = start_server("tiny-llama", config, wait=False)
+    with pytest.raises(ServeError, match="ended with code"):
+        server.start()
+    log = server.log_path.read_text()
+    [line] = {
+        line.split("] ", 1)[1]
+        for line in log.splitlines()
+        if "ERROR" in line and "disk.budget" in line and "connector.py" in line
+    }
+    assert line.startswith("kv_connector_extra_config.disk.budget: expected a size")
+    assert line.endswith("got '10XB'")
+    assert not (tmp_path / "store").exists()
+    assert not list(Path("/dev/shm").glob("kvtier-*"))

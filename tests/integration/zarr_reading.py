@@ -1,0 +1,64 @@
+"""Reads a store once with zarr-python and once with our own code, and compares."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zarr
+
+from storage.device import LocalDevice, aligned_buffer
+from storage.namespace import METADATA, ROWS, Identity, read_geometry
+from storage.root import segment_numbers
+from storage.segment import ReadRow, Segment
+from storage.types import RowKey
+
+
+def assert_zarr_equals_store(
+    root: Path, identity_or_dir: Identity | str
+) -> dict[RowKey, npt.NDArray[np.uint8]]:
+    """Every row of a namespace of the closed store `root`: what zarr reads at the row's place is
+    what our reader reads and verifies, and slots without a row read as zeros.
+
+    Returns the rows, so that the caller can compare them with what was stored.
+    """
+    name = identity_or_dir if isinstance(identity_or_dir, str) else identity_or_dir.directory
+    directory = root / name / ROWS
+    metadata = directory / METADATA
+    geometry, segment_count = read_geometry(metadata.read_bytes(), str(metadata))
+    group = zarr.open_group(str(root), mode="r")
+    namespace = group[name]
+    assert isinstance(namespace, zarr.Group)
+    array = namespace[ROWS]
+    assert isinstance(array, zarr.Array)
+    assert array.dtype == np.uint8
+    assert array.shape == (segment_count * geometry.slots_per_segment, geometry.row_bytes)
+    device, lock = LocalDevice(), threading.Lock()
+    rows: dict[RowKey, npt.NDArray[np.uint8]] = {}
+    places = set()
+    for number in segment_numbers(directory, device):
+        assert number < segment_count, "zarr must know every segment"
+        segment = Segment.open(
+            device, directory, number, geometry, bytes.fromhex(name[-32:]), direct=False
+        )
+        try:
+            for slot, key, _ in segment.rows():
+                buffer = aligned_buffer(geometry.row_bytes)
+                checksum = int(segment.entries["checksum"][slot])
+                assert segment.read_rows([ReadRow(slot, checksum, buffer)]) == [None]
+                place = number * geometry.slots_per_segment + slot
+                ours = np.frombuffer(buffer, np.uint8)
+                np.testing.assert_array_equal(array[place], ours)
+                assert RowKey(key) not in rows, "a key has one row"
+                rows[RowKey(key)] = ours
+                places.add(place)
+            with lock:
+                assert segment.version == 0, "a closed store needs no repair"
+        finally:
+            segment.close()
+    for place in range(array.shape[0]):
+        if place not in places:
+            assert not np.any(array[place])
+    return rows

@@ -1,0 +1,443 @@
+"""A disk that refuses: what fails is reported, leaves nothing behind, and ends when the fault ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from storage.device import LocalDevice, SpaceStat
+from storage.errors import RootUnusable
+from storage.segment import partial_path
+from storage.space import NAMESPACE_OVERHEAD_BYTES, ROOT_OVERHEAD_BYTES
+from storage.testing.contract import StoreHarness
+from storage.testing.faulty import Fault, FaultyDevice, Operation, Raise, Wait, each_operation
+from storage.testing.rows import (
+    aligned_rows,
+    bytes_on_disk,
+    files_under,
+    filled_rows,
+    key_of,
+    row_of,
+)
+from storage.types import STORED, RowKey, RowOutcome, SegmentId
+
+OK, FAILED, DECLINED = RowOutcome.OK, RowOutcome.FAILED, RowOutcome.DECLINED
+KEYS = [key_of(i) for i in range(64)]
+
+
+class FaultyHarness(StoreHarness):
+    """A store on a faulty device, with a clock that the test moves and one I/O thread."""
+
+    def __init__(self, root: Path, device: FaultyDevice | None = None, capacity_rows: int = 16):
+        self.faulty = device or FaultyDevice(LocalDevice())
+        self.now = 0.0
+        super().__init__(root, capacity_rows=capacity_rows)
+
+    def open(self) -> None:
+        self.open_on(self.faulty, lambda: self.now)
+
+    def check(self, keys: set[RowKey]) -> None:
+        """`keys` and no others are there and right, and nothing is held."""
+        assert self.keys() == keys
+        for key, (outcome, row) in zip(keys, self.read(list(keys)), strict=True):
+            assert outcome is OK
+            assert row == row_of(key, self.row_bytes)
+        assert self.rows.pin_count == 0
+        self.check_nothing_leaked()
+
+    def check_nothing_leaked(self) -> None:
+        """Every slot is a row's or free, every byte charged, no file half-made, no key in limbo."""
+        rows = self.rows
+        slots = sum(rows.pool[number].free_count for number in rows.pool.numbers) + len(rows)
+        assert slots == len(rows.pool.numbers) * rows.geometry.slots_per_segment
+        assert rows._writing == set()
+        assert not [name for name in files_under(self.options.root) if "partial" in name]
+        usage = self.store.usage()
+        on_disk = bytes_on_disk(self.options.root)
+        assert on_disk <= usage.used_bytes <= usage.budget_bytes
+        is_made = (rows.directory.parent / "zarr.json").exists()
+        overhead = ROOT_OVERHEAD_BYTES + (NAMESPACE_OVERHEAD_BYTES if is_made else 0)
+        assert usage.used_bytes <= overhead + rows.pool.charge_bytes * len(rows.pool.numbers)
+
+
+@pytest.fixture
+def harness(memory_path: Path):  # type: ignore[no-untyped-def]
+    harness = FaultyHarness(memory_path / "root")
+    yield harness
+    harness.faulty.faults.clear()
+    harness.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("resident", [0, 3, 4, 16])
+def test_whatever_operation_of_a_write_fails(memory_path: Path, code: int, resident: int) -> None:
+    """The first write, one beside other rows, one that grows, one that evicts."""
+    rounds = 0
+    for number, _ in enumerate(iter(int, 1)):
+        harness = FaultyHarness(memory_path / str(number))
+        fds = len(os.listdir("/proc/self/fd"))
+        if resident:
+            assert harness.write(KEYS[:resident]) == [OK] * resident
+        fault = harness.faulty.add(Raise(code), nth=number + 1)
+        new = KEYS[20:22]
+        outcomes = harness.write(new)
+        was_struck = bool(fault.struck)
+        harness.faulty.faults.clear()
+        expected = {key for key, o in zip(new, outcomes, strict=True) if o in STORED}
+        left = harness.keys()
+        assert left - set(KEYS[:resident]) == expected
+        lost = set(KEYS[:resident]) - left
+        assert len(lost) <= (4 if resident == 16 else 2)
+        harness.check(left)
+        if not was_struck:
+            assert outcomes == [OK, OK]
+            harness.close()
+            break
+        # It comes back after the back-off, for the same keys.
+        harness.now += 2.5
+        assert all(o in STORED for o in harness.write(new)), (number, outcomes)
+        assert harness.write([KEYS[30]]) == [OK]
+        assert harness.store.usage().state in ("growing", "full")
+        harness.check(harness.keys())
+        kept = harness.keys()
+        harness.reopen()
+        harness.check(kept)
+        if not resident:
+            assert len(os.listdir("/proc/self/fd")) == fds + 1, "one segment, the lock held before"
+        harness.close()
+        rounds += 1
+    assert rounds >= 3
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_whatever_operation_of_an_opening_fails(memory_path: Path, code: int) -> None:
+    """It opens, or it says why not; what was stored is there after it or the next opening."""
+    refused = 0
+    # A full disk refuses these to nobody: where it is full, the store opens and reads.
+    never_full = {"read_file", "list", "stat", "lock", "space", "make_directory"}
+    root = memory_path / "root"
+    harness = FaultyHarness(root)
+    harness.write(KEYS[:6])
+    harness.close()
+    fds = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    for number, device in enumerate(each_operation(LocalDevice, Raise(code))):
+        try:
+            again = FaultyHarness(root, device)
+        except RootUnusable as exc:
+            refused += 1
+            assert str(exc)
+            struck = device.operations[number].name
+            assert code != errno.ENOSPC or struck in never_full, struck
+        else:
+            device.faults.clear()
+            for key, (outcome, row) in zip(KEYS[:6], again.read(KEYS[:6]), strict=True):
+                assert outcome in (OK, RowOutcome.MISSING)
+                assert outcome is not OK or row == row_of(key, again.row_bytes)
+            again.close()
+        device.abandon()
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert threading.active_count() == threads
+    assert refused
+    last = FaultyHarness(root)
+    last.check(set(KEYS[:6]))
+    last.close()
+
+
+def test_enospc_once_in_a_row_is_retried_in_an_evicted_slot(harness: FaultyHarness) -> None:
+    assert harness.write(KEYS[:9]) == [OK] * 9
+    before = harness.faulty.count("pwritev")
+    harness.faulty.add(Raise(errno.ENOSPC), "pwritev", nth=1)
+    assert harness.write([KEYS[20]]) == [OK]
+    assert harness.rows.count().rows_evicted == 1
+    assert harness.store.usage().state == "full"
+    assert harness.faulty.count("pwritev") - before <= 2 + 2 + 2  # two attempts, two headers
+    harness.check({*KEYS[:8], KEYS[20]})
+
+
+def test_enospc_always_fails_after_two_attempts(harness: FaultyHarness) -> None:
+    assert harness.write(KEYS[:9]) == [OK] * 9
+    used = harness.store.usage().used_bytes
+    data = lambda op: op.size_bytes == harness.rows.geometry.stride  # noqa: E731
+    fault = harness.faulty.add(Raise(errno.ENOSPC), "pwritev", when=data)
+    assert harness.write([KEYS[20]]) == [FAILED]
+    assert fault.struck == 2
+    assert harness.store.usage().used_bytes == used
+    assert harness.rows.count().rows_evicted == 1
+    harness.check(set(KEYS[:8]))
+
+
+def test_without_preallocation_a_full_disk_is_reused(memory_path: Path) -> None:
+    """Growth is sparse there, so fresh slots fail and only the slots of rows can be written."""
+    written: set[tuple[Path, int]] = set()
+    full = False
+
+    def is_fresh(op: Operation) -> bool:
+        place = (op.path.parent, op.offset)
+        if not full:
+            written.add(place)
+        return full and place not in written
+
+    device = FaultyDevice(LocalDevice(), Fault(Raise(errno.EOPNOTSUPP), "allocate"))
+    device.add(Raise(errno.ENOSPC), "pwritev", when=is_fresh)
+    harness = FaultyHarness(memory_path / "root", device)
+    for key in KEYS[:6]:
+        assert harness.write([key]) == [OK]
+    full = True
+    for key in KEYS[20:30]:
+        assert harness.write([key]) == [OK], "reuse instead of grow"
+    harness.check(set(KEYS[24:30]))
+    harness.close()
+
+
+@pytest.mark.parametrize("op", ["make_directory", "open", "allocate", "write_file", "rename"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES])
+def test_when_nothing_new_can_be_made_slots_are_reused(
+    harness: FaultyHarness, op: str, code: int
+) -> None:
+    for key in KEYS[:4]:
+        harness.write([key])
+    harness.faulty.add(Raise(code), op)
+    for key in KEYS[20:26]:
+        assert harness.write([key]) == [OK]
+    assert harness.store.usage().state == "full"
+    attempts = harness.faulty.count("space")
+    assert attempts <= 3, "growth is not tried again before its back-off"
+    harness.check(set(KEYS[22:26]))
+    harness.faulty.faults.clear()
+    harness.now += 1.01
+    assert harness.write([KEYS[30]]) == [OK]
+    assert harness.store.usage().state == "growing"
+    harness.check({*KEYS[22:26], KEYS[30]})
+
+
+@pytest.mark.parametrize(("code", "state"), [(errno.EROFS, "read-only"), (errno.EIO, "suspended")])
+def test_a_disk_that_takes_no_writes_still_reads_and_is_seldom_asked(
+    harness: FaultyHarness, code: int, state: str
+) -> None:
+    assert harness.write(KEYS[:6]) == [OK] * 6
+    for op in ("make_directory", "open", "allocate", "pwritev", "write_file", "rename", "remove"):
+        harness.faulty.add(Raise(code), op)
+    assert harness.write(KEYS[20:22]) == [FAILED, FAILED]
+    assert harness.store.usage().state == state
+    asked = len(harness.faulty.operations)
+    for _ in range(100):
+        assert harness.write(KEYS[20:22]) == [DECLINED, DECLINED]
+    assert len(harness.faulty.operations) == asked
+    harness.check(set(KEYS[:6]))
+    probes = 0
+    for _ in range(120):
+        harness.now += 0.5
+        probes += FAILED in harness.write(KEYS[20:22])
+    assert 3 <= probes <= 6, "1, 2, 4, 8, ... seconds"
+    harness.check(set(KEYS[:6]))
+    harness.faulty.faults.clear()
+    harness.now += 64
+    assert harness.write(KEYS[20:22]) == [OK, OK]
+    assert harness.store.usage().state == "growing"
+    harness.check({*KEYS[:6], *KEYS[20:22]})
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO, errno.ENOSPC])
+def test_a_store_that_never_could_grow_recovers(memory_path: Path, code: int) -> None:
+    harness = FaultyHarness(memory_path / "root")
+    harness.faulty.add(Raise(code), "open", when=lambda op: "partial" in op.path.name)
+    for _ in range(5):
+        assert harness.write(KEYS[:2]) == [DECLINED, DECLINED]
+    harness.check(set())
+    harness.faulty.faults.clear()
+    harness.now += 1.01
+    assert harness.write(KEYS[:2]) == [OK, OK]
+    harness.check(set(KEYS[:2]))
+    harness.close()
+
+
+def test_a_probe_is_not_spent_on_rows_that_are_there(harness: FaultyHarness) -> None:
+    harness.write(KEYS[:2])
+    harness.faulty.add(Raise(errno.EIO), "pwritev")
+    assert harness.write([KEYS[5]]) == [FAILED]
+    harness.faulty.faults.clear()
+    harness.now += 1.01
+    assert harness.write(KEYS[:2]) == [RowOutcome.ALREADY_STORED] * 2
+    assert harness.write([KEYS[5]]) == [OK]
+
+
+def test_a_bad_key_does_not_sink_the_batch(harness: FaultyHarness) -> None:
+    """Store [K0 (resident), K1, K2 (EIO), K3]; load [K0, K9 (absent), K1]."""
+    harness.write(KEYS[:16])
+    harness.rows.remove([KEYS[1], KEYS[5], KEYS[9]])  # three slots that are no neighbours
+    bad = harness.rows.geometry.row_offset(1)
+    harness.faulty.add(
+        Raise(errno.EIO), "pwritev", when=lambda op: op.offset == bad and op.path.parent.name == "1"
+    )
+    outcomes = harness.write([KEYS[0], KEYS[20], KEYS[21], KEYS[22]])
+    assert sorted(outcomes) == sorted([RowOutcome.ALREADY_STORED, OK, FAILED, OK])
+    assert [o for o, _ in harness.read([KEYS[0], KEYS[40], KEYS[2]])] == [
+        OK,
+        RowOutcome.MISSING,
+        OK,
+    ]
+    harness.check(harness.keys())
+
+
+def test_a_write_that_fails_at_the_header_publishes_nothing(harness: FaultyHarness) -> None:
+    harness.write(KEYS[:2])
+    for nth in (2, 3):  # the row goes well, then the table, or the index
+        fault = harness.faulty.add(Raise(errno.EIO), "pwritev", nth=nth)
+        assert harness.write([KEYS[5]]) == [FAILED]
+        harness.faulty.faults.remove(fault)
+        harness.check(set(KEYS[:2]))
+        harness.now += 10.0
+        harness.write([KEYS[6 + nth]])
+        harness.rows.remove([KEYS[6 + nth]])
+    assert harness.write([KEYS[5]]) == [OK]
+    harness.check({*KEYS[:2], KEYS[5]})
+
+
+def test_close_that_fails_is_no_reason_to_keep_the_root(memory_path: Path) -> None:
+    harness = FaultyHarness(memory_path / "root")
+    harness.write(KEYS[:5])
+    fds = len(os.listdir("/proc/self/fd"))
+    harness.faulty.add(Raise(errno.ENOSPC), "close")
+    harness.faulty.add(Raise(errno.ENOSPC), "pwritev")
+    assert harness.store.close()
+    assert len(os.listdir("/proc/self/fd")) == fds - 3  # two segments and the lock
+    harness.faulty.faults.clear()
+    harness.open()
+    harness.check(set(KEYS[:5]))
+    harness.close()
+
+
+def test_a_segment_that_cannot_be_undone_stays_charged_and_is_used_again(
+    memory_path: Path,
+) -> None:
+    harness = FaultyHarness(memory_path / "root")
+    harness.write(KEYS[:4])
+    used = harness.store.usage().used_bytes
+    for op in ("rename", "remove", "truncate"):
+        harness.faulty.add(Raise(errno.EIO), op, when=lambda op: "c" in op.path.parts)
+    harness.write([KEYS[10]])
+    assert partial_path(harness.rows.directory, SegmentId(1)).exists()
+    charge = harness.rows.pool.charge_bytes
+    assert harness.store.usage().used_bytes == used + charge
+    for _ in range(3):
+        harness.now += 100
+        harness.write([KEYS[11]])
+    assert harness.store.usage().used_bytes == used + charge
+    harness.faulty.faults.clear()
+    harness.now += 100
+    assert harness.write(KEYS[12:16]) == [OK] * 4
+    assert harness.store.usage().used_bytes == used + charge
+    harness.check_nothing_leaked()
+    harness.close()
+
+
+def test_free_space_less_the_reserve_bounds_growth(memory_path: Path) -> None:
+    available = 10**9
+
+    class Small(LocalDevice):
+        def space(self, path: Path) -> SpaceStat:
+            return super().space(path)._replace(available_bytes=available)
+
+    harness = FaultyHarness(memory_path / "root", FaultyDevice(Small()))
+    harness.store.space.reserve_bytes = 1 << 20
+    harness.write(KEYS[:4])
+    available = (1 << 20) + harness.rows.pool.charge_bytes - 1
+    assert harness.write([KEYS[4]]) == [OK]
+    harness.check({*KEYS[:3], KEYS[4]})
+    assert "left" in harness.store.usage().state_reason
+    available += 1
+    harness.now += 1.01
+    assert harness.write([KEYS[5]]) == [OK]
+    harness.check({*KEYS[:3], *KEYS[4:6]})
+    harness.close()
+
+
+def test_a_quota_that_statvfs_does_not_show(harness: FaultyHarness) -> None:
+    """EDQUOT once two segments are there: the store settles at that, two attempts per growth."""
+    harness.faulty.add(
+        Raise(errno.EDQUOT), "allocate", when=lambda op: op.path.parent.name not in ("0", "1")
+    )
+    for key in KEYS[:20]:
+        assert harness.write([key]) == [OK]
+    assert harness.faulty.count("allocate") == 3
+    harness.check(set(KEYS[12:20]))
+
+
+def test_rows_that_are_being_read_are_not_evicted(harness: FaultyHarness) -> None:
+    harness.write(KEYS[:16])
+    gate, reached = threading.Event(), threading.Event()
+    fault = harness.faulty.add(Wait(gate, reached), "preadv")
+    buffers = aligned_rows(16, harness.row_bytes)
+    done = threading.Event()
+    results = []
+    harness.rows.submit_read(KEYS[:16], buffers, lambda r: (results.append(r), done.set()))  # type: ignore[func-returns-value]
+    assert reached.wait(10)
+    assert harness.rows.pin_count == 16
+    assert harness.write([KEYS[20]]) == [DECLINED]
+    assert harness.rows.remove(KEYS[:16]) == 0
+    harness.faulty.faults.remove(fault)
+    gate.set()
+    assert done.wait(10)
+    assert results[0].outcomes == [OK] * 16
+    assert buffers == filled_rows(KEYS[:16], harness.row_bytes)
+    assert harness.write([KEYS[20]]) == [OK]
+    harness.check({*KEYS[:15], KEYS[20]})
+
+
+def test_a_key_that_is_being_written_is_declined_to_others(harness: FaultyHarness) -> None:
+    gate, reached = threading.Event(), threading.Event()
+    fault = harness.faulty.add(Wait(gate, reached), "pwritev")
+    done = threading.Event()
+    results = []
+    harness.rows.submit_write(
+        KEYS[:1],
+        filled_rows(KEYS[:1], harness.row_bytes),
+        lambda r: (results.append(r), done.set()),  # type: ignore[func-returns-value]
+    )
+    assert reached.wait(10)
+    assert KEYS[0] not in harness.rows
+    assert [o for o, _ in harness.read([KEYS[0]])] == [RowOutcome.MISSING]
+    assert harness.write([KEYS[0]]) == [DECLINED]
+    harness.faulty.faults.remove(fault)
+    gate.set()
+    assert done.wait(10)
+    assert results[0].outcomes == [OK]
+    harness.check({KEYS[0]})
+
+
+def test_a_read_that_the_disk_refuses_fails_once(harness: FaultyHarness) -> None:
+    """EIO drops the row, so that no request asks for it again; other errors are not the row's."""
+    harness.write(KEYS[:6])
+    place = harness.rows.locate(KEYS[0])
+    assert place is not None
+    for code, outcome in ((errno.ESTALE, OK), (errno.EIO, RowOutcome.MISSING)):
+        harness.faulty.add(Raise(code), "preadv")
+        assert [o for o, _ in harness.read([KEYS[0]])] == [FAILED]
+        harness.faulty.faults.clear()
+        assert [o for o, _ in harness.read([KEYS[0]])] == [outcome]
+    harness.check(set(KEYS[1:6]))
+    assert harness.write([KEYS[0]]) == [OK]
+    harness.check(set(KEYS[:6]))
+
+
+def test_a_bug_in_a_part_holds_nothing(
+    harness: FaultyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is raised on an I/O thread: the job is reported, no pin, slot or key is held."""
+    from storage.segment import Segment
+
+    harness.write(KEYS[:4])
+    for name, act in (
+        ("write_rows", lambda: harness.write(KEYS[20:23])),
+        ("flush_header", lambda: harness.write(KEYS[20:23])),
+        ("read_rows", lambda: [o for o, _ in harness.read(KEYS[:3])]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Segment, name, lambda *_: 1 / 0)
+            assert act() == [FAILED] * 3
+        harness.check(set(KEYS[:4]))

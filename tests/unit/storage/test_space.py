@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from storage.space import DiskState, Space
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def states() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def space(clock: Clock, states: list[str]) -> Space:
+    return Space(1000, 100, clock, on_state=lambda state, _reason: states.append(state.value))
+
+
+def test_growth_asks_the_budget_and_the_free_space_less_a_reserve(space: Space) -> None:
+    assert space.can_charge(1000, 1100)
+    assert not space.can_charge(1001, 10**9)
+    assert not space.can_charge(1000, 1099)
+    space.charge(600)
+    assert not space.can_charge(401, 10**9)
+    assert space.can_charge(400, 10**9)
+    space.release(600)
+    assert space.charged_bytes == 0
+    with pytest.raises(AssertionError):
+        space.release(1)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE])
+def test_a_full_disk_takes_writes_but_does_not_grow(
+    space: Space, clock: Clock, states: list[str], code: int
+) -> None:
+    space.write_failed(code, "no room")
+    assert space.state is DiskState.FULL
+    assert space.may_write()
+    assert not space.may_grow()
+    clock.now += 0.99
+    assert not space.may_grow()
+    clock.now += 0.02
+    assert space.may_grow()
+    space.growth_succeeded()
+    assert space.may_grow()
+    assert states == ["full", "growing"]
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [
+        (errno.EROFS, DiskState.READ_ONLY),
+        (errno.EACCES, DiskState.READ_ONLY),
+        (errno.EIO, DiskState.SUSPENDED),
+        (errno.ENODEV, DiskState.SUSPENDED),
+    ],
+)
+def test_a_disk_that_refuses_writes_is_probed_once_per_back_off(
+    space: Space, clock: Clock, states: list[str], code: int, state: DiskState
+) -> None:
+    space.write_failed(code, "refused")
+    assert space.state is state
+    assert not space.may_write()
+    clock.now += 1.01
+    assert space.may_write()
+    assert not space.may_write(), "one probe at a time"
+    space.write_succeeded()
+    assert space.state is DiskState.GROWING
+    assert space.may_write()
+    assert states == [state.value, "growing"]
+
+
+def test_back_off_doubles_to_a_minute_and_starts_anew_after_success(
+    space: Space, clock: Clock, states: list[str]
+) -> None:
+    waits = []
+    for _ in range(9):
+        space.write_failed(errno.EIO, "refused")
+        waited = 0
+        while not space.may_write():
+            clock.now += 1.0
+            waited += 1
+        waits.append(waited)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert states == ["suspended"], "one line per change of state"
+    space.write_succeeded()
+    space.write_failed(errno.EIO, "refused")
+    clock.now += 1.0
+    assert space.may_write()
+
+
+def test_growth_that_fails_leaves_writes_to_slots_that_are_there(space: Space) -> None:
+    assert space.growth_failed(errno.EIO, "allocate", can_reuse=True)
+    assert space.state is DiskState.FULL
+    assert space.may_write()
+
+
+def test_growth_that_fails_with_nothing_to_reuse_suspends(space: Space, clock: Clock) -> None:
+    space.growth_failed(errno.EIO, "allocate", can_reuse=False)
+    assert space.state is DiskState.SUSPENDED
+    clock.now += 1.0
+    assert space.may_write()
+    assert space.may_grow(), "growing is the only probe there is"
+    space.growth_succeeded()
+    assert space.state is DiskState.GROWING
+
+
+def test_growth_on_a_read_only_disk_stops_writes(space: Space) -> None:
+    assert not space.growth_failed(errno.EROFS, "open", can_reuse=True)
+    assert space.state is DiskState.READ_ONLY
+
+
+def test_a_budget_used_up_says_nothing_about_a_suspended_disk(space: Space) -> None:
+    space.write_failed(errno.EIO, "refused")
+    space.growth_refused("budget used up")
+    assert space.state is DiskState.SUSPENDED
