@@ -31,7 +31,7 @@ SHUTDOWN_TIMEOUT_S = 10.0  # what vLLM grants its engine: less leaves files in /
 STOP_TIMEOUT_S = 30.0  # vLLM's own time-out, and the exit of every process after it
 REQUEST_TIMEOUT_S = 120.0
 POLL_S = 0.1
-LOG_LINES = 25  # how much of the log an error quotes
+LOG_LINES, LOG_COLUMNS = 15, 200  # how much of the log an error quotes: vLLM logs long lines
 
 
 class ServeError(Exception):
@@ -256,7 +256,9 @@ class VllmServer:
         return found
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        """The end of the server's log, with long lines cut."""
+        last = self.log_path.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join(line[:LOG_COLUMNS] for line in last)
 
     # -- requests ------------------------------------------------------------
 

@@ -71,12 +71,20 @@ def pip_install(what: str, *args: str | Path) -> None:
     started = time.monotonic()
     print(f"  {what} ...", end="", flush=True)
     command = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off")
-    # --no-compile: Python compiles the few modules in use on their first import, which is faster.
     try:
-        run((*command, "--no-compile", *args), what)
+        run((*command, "--no-compile", *args), what)  # compile_bytecode does it on all cores
     except SetupError:
-        print(" failed")
+        print(" failed", flush=True)
         raise
+    print(f" {time.monotonic() - started:.0f} s", flush=True)
+
+
+def compile_bytecode() -> None:
+    """Compile what is new in the venv: else each process of vLLM might, at every start."""
+    started = time.monotonic()
+    print("  bytecode ...", end="", flush=True)
+    # Some packages carry files that no Python 3 compiles; they are never imported.
+    subprocess.run((PYTHON, "-m", "compileall", "-qq", "-j", "0", VENV / "lib"), check=False)
     print(f" {time.monotonic() - started:.0f} s", flush=True)
 
 
@@ -137,6 +145,7 @@ def core() -> None:
     LOG.unlink(missing_ok=True)
     pip_install("torch", TORCH)
     pip_install("kvtier and its tools", "-e", f"{ROOT}[dev]")
+    compile_bytecode()
 
 
 def vllm() -> None:
@@ -153,7 +162,7 @@ def vllm() -> None:
         for copy in copies:
             shutil.copytree(ROOT / "scripts" / copy.name, copy)
         pip_install("test kit", "--no-deps", "--no-build-isolation", "--force-reinstall", *copies)
-    output_of(PYTHON, "-c", "import kvtier_vllm_testkit, vllm")
+    compile_bytecode()
 
 
 STAGES = {"core": core, "vllm": vllm}

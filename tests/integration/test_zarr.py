@@ -83,7 +83,7 @@ def test_zarr_raises_on_a_flipped_bit(harness: StoreHarness, offset: int) -> Non
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
     array = zarr.open_array(str(harness.rows.directory), mode="r")
-    with pytest.raises(ValueError, match="(?i)checksum"):
+    with pytest.raises(ValueError, match=r"(?i)checksum"):
         array[place.slot]
     assert np.any(array[place.slot + 1])
 
@@ -96,7 +96,7 @@ def test_zarr_raises_on_a_torn_index_which_the_store_repairs(harness: StoreHarne
         file.seek(3)
         file.write(b"X")
     array = zarr.open_array(str(harness.rows.directory), mode="r")
-    with pytest.raises(ValueError, match="(?i)checksum"):
+    with pytest.raises(ValueError, match=r"(?i)checksum"):
         array[0]
     harness.open()
     harness.close()

@@ -1,4 +1,4 @@
-"""Bytes that changed behind the store's back: exactly the damaged row is a miss, and is repaired."""
+"""Bytes that changed behind the store's back: exactly that row is a miss, and is repaired."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_short_reads_at_the_end_of_a_device_are_failures(memory_path: Path) -> N
     assert isinstance(device, FaultyDevice)
 
     original = device.preadv
-    device.preadv = lambda fd, buffers, offset: 0  # type: ignore[method-assign, assignment]
+    device.preadv = lambda *_: 0  # type: ignore[method-assign]
     assert outcomes(harness, KEYS[:2]) == [CORRUPT, CORRUPT]
     device.preadv = original  # type: ignore[method-assign]
     harness.close()

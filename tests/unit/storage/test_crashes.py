@@ -8,6 +8,7 @@ import logging
 import random
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ class CrashingHarness(StoreHarness):
         self.open_on(self.faulty)
         self.rows.on_change = self._changed
 
-    def _changed(self, published: object, withdrawn: object) -> None:
-        self.stored.update(published)  # type: ignore[call-overload]
-        self.stored.difference_update(withdrawn)  # type: ignore[arg-type]
+    def _changed(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
+        self.stored.update(published)
+        self.stored.difference_update(withdrawn)
 
     def abandon(self) -> None:
         self.faulty.abandon()
@@ -301,5 +302,5 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs: too slow")
-class TestAnyHistory(AnyHistory.TestCase):
+class TestAnyHistory(AnyHistory.TestCase):  # type: ignore[valid-type, misc]
     settings = settings(max_examples=25, stateful_step_count=25, print_blob=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_write_of_nothing_is_an_error_not_a_loop(tmp_path: Path) -> None:
 def test_errors_name_operation_path_and_errno(tmp_path: Path) -> None:
     device = LocalDevice()
     missing = tmp_path / "no" / "f"
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: device.open(missing),
         lambda: device.stat(missing),
         lambda: device.space(missing),
@@ -135,8 +136,8 @@ def test_free_space_is_what_this_user_may_take(
 def test_a_replaced_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     for op in ("write_file", "rename"):
         replace_file(LocalDevice(), tmp_path / "f", b"old")
+        faulty = FaultyDevice(LocalDevice(), Fault(Raise(errno.ENOSPC), op))
         with pytest.raises(DeviceError, match="ENOSPC"):
-            faulty = FaultyDevice(LocalDevice(), Fault(Raise(errno.ENOSPC), op))
             replace_file(faulty, tmp_path / "f", b"new")
         assert files_under(tmp_path) == ["f"]
         assert (tmp_path / "f").read_bytes() == b"old"

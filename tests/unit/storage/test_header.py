@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import header
@@ -14,7 +14,7 @@ NAMESPACE = bytes(range(16))
 geometries = st.builds(
     SegmentGeometry,
     st.sampled_from([4096, 8192, 499_712, 40_103_936]),
-    st.sampled_from([1, 2, 7, 255, 256, 257, MAX_SLOTS]),
+    st.sampled_from([1, 2, 7, 61, 62, 127, 128, 255, 256]),
 )
 
 
@@ -46,7 +46,7 @@ def decode(geometry: SegmentGeometry, raw: bytes | bytearray) -> header.DecodedH
     return header.decode_header(geometry, bytes(raw), NAMESPACE)
 
 
-@given(geometries)
+@given(geometries | st.just(SegmentGeometry(4096, MAX_SLOTS)))
 def test_every_part_is_on_a_page_and_none_overlap(geometry: SegmentGeometry) -> None:
     starts = [0, geometry.table_offset(0), geometry.table_offset(1), geometry.row_offset(0)]
     assert all(start % PAGE_BYTES == 0 for start in starts)
@@ -57,6 +57,7 @@ def test_every_part_is_on_a_page_and_none_overlap(geometry: SegmentGeometry) -> 
     assert geometry.stride >= geometry.record_bytes
 
 
+@settings(max_examples=40)
 @given(geometries, st.integers(0, 2**32), st.integers(0, 2**63))
 def test_a_header_reads_back(geometry: SegmentGeometry, seed: int, generation: int) -> None:
     older, newer = table_of(geometry, seed), table_of(geometry, seed + 1)

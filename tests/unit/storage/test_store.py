@@ -472,7 +472,7 @@ def test_a_wrong_call_is_an_error_of_the_caller(harness: StoreHarness) -> None:
         ([KEYS[0]], [memoryview(bytearray(2 * ROW_BYTES))[::2]]),
     ):
         for call in (harness.rows.read, harness.rows.write):
-            with pytest.raises(ValueError, match="expected|but"):
+            with pytest.raises(ValueError, match=r"expected|but"):
                 call(keys, buffers)
     with pytest.raises(ValueError, match="writable"):
         harness.rows.read([KEYS[0]], [memoryview(bytes(ROW_BYTES))])
