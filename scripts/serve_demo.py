@@ -343,7 +343,7 @@ def summary_of(report: Report) -> list[str]:
         "  (of each document's first question: its prefix is nowhere, or on disk alone)",
     ]
     if not MODELS[report.model].trained:
-        lines.append("(a tiny random model computes as fast as it loads: its ratio is not judged)")
+        lines.append("  (two layers of random weights: the ratio is shown, not judged)")
     disk = report.disk
     used = "not reported" if disk.used_bytes is None else f"{disk.used_bytes / 1e6:.1f} MB"
     budget = "not reported" if disk.budget_bytes is None else f"{disk.budget_bytes / 1e6:.0f} MB"

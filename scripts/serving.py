@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -26,11 +27,12 @@ from scripts.models import ROOT, ModelPreset, cpu_binding
 
 Prompt = str | Sequence[int]  # text, or token ids
 
-START_TIMEOUT_S = 180.0  # ready after 25 to 40 s on two cores; the first start compiles Python too
+START_TIMEOUT_S = 240.0  # ready after 25 to 60 s on two idle cores, most of it imports
 SHUTDOWN_TIMEOUT_S = 10.0  # what vLLM grants its engine: less leaves files in /dev/shm
 STOP_TIMEOUT_S = 30.0  # vLLM's own time-out, and the exit of every process after it
-REQUEST_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 300.0  # a long prompt on two cores that others use too
 POLL_S = 0.1
+SHM = "/dev/shm/"
 LOG_LINES, LOG_COLUMNS = 15, 200  # how much of the log an error quotes: vLLM logs long lines
 
 
@@ -343,18 +345,23 @@ class VllmServer:
             time.sleep(POLL_S)
 
     def _queue_files(self) -> set[Path]:
-        """The files of multiprocessing's shared memory and semaphores that the server maps."""
-        mapped: set[Path] = set()
+        """The files of multiprocessing's shared memory and semaphores that the server maps.
+
+        By inode: glibc gives a semaphore its name after mapping it under another.
+        """
+        inodes: set[int] = set()
         for process in self.processes():
             try:
-                mapped.update(Path(region.path) for region in process.memory_maps())
-            except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+            except OSError:
                 continue
-        return {
-            path
-            for path in mapped
-            if path.parent == Path("/dev/shm") and path.name.startswith(("psm_", "sem."))
-        }
+            inodes.update(int(line.split()[4]) for line in maps.splitlines() if SHM in line)
+        found = set()
+        for path in Path(SHM).glob("*"):
+            with suppress(FileNotFoundError):
+                if path.name.startswith(("psm_", "sem.")) and path.stat().st_ino in inodes:
+                    found.add(path)
+        return found
 
     def _with_log(self, message: str) -> str:
         return f"{message}\n--- the end of {self.log_path}:\n{self.log_tail()}"

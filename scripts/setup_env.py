@@ -84,7 +84,8 @@ def compile_bytecode() -> None:
     started = time.monotonic()
     print("  bytecode ...", end="", flush=True)
     # Some packages carry files that no Python 3 compiles; they are never imported.
-    subprocess.run((PYTHON, "-m", "compileall", "-qq", "-j", "0", VENV / "lib"), check=False)
+    command = (PYTHON, "-m", "compileall", "-qq", "-j", "0", VENV / "lib")
+    subprocess.run(command, check=False, capture_output=True)
     print(f" {time.monotonic() - started:.0f} s", flush=True)
 
 

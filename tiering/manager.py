@@ -179,7 +179,7 @@ class TieringManager:
             if self.primary.used_count <= len(request.held):
                 return LookupResult.MISS
             return LookupResult.RETRY
-        self._announce_removed(evicted)
+        self._note_evicted(evicted)
         request.promoting.append(key)
         request.sources[key] = Tier.DISK
         self._hold(key, request, request_id)
@@ -279,7 +279,7 @@ class TieringManager:
         if evicted is None:
             self.counters.stores_declined += len(new)
             return None
-        self._announce_removed(evicted)
+        self._note_evicted(evicted)
         self.primary.touch(keys)
         return StorePlan(new, [self.primary.slot(key) for key in new], evicted)
 
@@ -344,7 +344,11 @@ class TieringManager:
                 self._failed_reads.pop(key, None)
             self.counters.writes_not_stored += len(keys) - len(stored)
 
-    def _announce_removed(self, keys: list[RowKey]) -> None:
+    def _note_evicted(self, keys: list[RowKey]) -> None:
+        """Chunks left the region: who held them holds them no more."""
+        for key in keys:
+            for holder in self._holders.pop(key, ()):
+                self._requests[holder].held.discard(key)
         if self.on_removed is not None and keys:
             self.on_removed(keys, Tier.REGION)
 

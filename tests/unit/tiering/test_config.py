@@ -1,0 +1,74 @@
+"""Bad settings: one line that names the setting, what was expected and what was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from storage.errors import ConfigError
+from tiering.config import Config
+
+GOOD: dict[str, Any] = {
+    "cpu_bytes_to_use": "1GiB",
+    "disk": {"root": "/var/lib/kvtier", "budget": "500GB"},
+}
+
+
+def test_good_settings() -> None:
+    config = Config.parse(GOOD)
+    assert config.region_bytes == 1 << 30
+    assert config.store is not None
+    assert config.store.budget_bytes == 500 * 10**9
+    assert config.store.reserve_bytes is None
+    assert config.blocks_per_chunk == 1
+    assert Config.parse({"cpu_bytes_to_use": 4096}).store is None
+    assert Config.parse(_with(disk={"reserve": 0})).store.reserve_bytes == 0  # type: ignore[union-attr]
+
+
+def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
+    return {**GOOD, "disk": {**GOOD["disk"], **(disk or {})}, **top}
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "found"),
+    [
+        ({}, "cpu_bytes_to_use", "None"),
+        (_with(cpu_bytes_to_use=0), "cpu_bytes_to_use", "0"),
+        (_with(cpu_bytes_to_use=True), "cpu_bytes_to_use", "True"),
+        (_with(cpu_bytes_to_use=1.5), "cpu_bytes_to_use", "1.5"),
+        (_with(blocks_per_chunk=0), "blocks_per_chunk", "0"),
+        (_with(blocks_per_chunk="2"), "blocks_per_chunk", "'2'"),
+        (_with(promotion_timeout_s=0), "promotion_timeout_s", "0.0"),
+        (_with({"budget": "10XB"}), "disk.budget", "'10XB'"),
+        (_with({"budget": -1}), "disk.budget", "-1"),
+        (_with({"budget": "50%"}), "disk.budget", "'50%'"),
+        (_with({"budget": "1MB", "segment_size": "2MB"}), "disk.budget", "'1MB'"),
+        (_with({"root": " "}), "disk.root", "' '"),
+        (_with({"root": 3}), "disk.root", "3"),
+        (_with({"io_threads": 0}), "disk.io_threads", "0"),
+        ({"cpu_bytes_to_use": "1GB", "disk": {"root": "/x"}}, "disk.budget", "None"),
+        ({"cpu_bytes_to_use": "1GB", "disk": "/x"}, "disk", "'/x'"),
+    ],
+)
+def test_bad_values(raw: dict[str, Any], field: str, found: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.parse(raw)
+    message = str(error.value)
+    assert message.startswith(f"kv_connector_extra_config.{field}: expected ")
+    assert message.endswith(f", got {found}")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (_with(blocks_per_chunks=2), "blocks_per_chunks: expected a known setting (did you mean 'bl"),
+        (_with({"buget": "1GB"}), "disk.buget: expected a known setting (did you mean 'budget'?)"),
+        (_with({"max_byte": 1}), "disk.max_byte: expected a known setting (one of budget, io_"),
+    ],
+)
+def test_unknown_settings_are_refused_by_name(raw: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.parse(raw)
+    assert text in str(error.value)

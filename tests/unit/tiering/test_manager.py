@@ -1,0 +1,409 @@
+"""The manager over a secondary tier whose every result the test decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from storage.service.client import FinishedJob
+from storage.types import RowKey, RowOutcome
+from tiering.manager import HOLD_S, LookupResult, Tier, TieringManager
+from tiering.primary import PrimaryTier
+
+HIT, PENDING = LookupResult.HIT, LookupResult.HIT_PENDING
+RETRY, MISS = LookupResult.RETRY, LookupResult.MISS
+
+
+def keys(*numbers: int) -> list[RowKey]:
+    return [RowKey(number.to_bytes(4, "big")) for number in numbers]
+
+
+class FakeTier:
+    """Holds keys, not bytes.  Jobs end when the test says so."""
+
+    def __init__(self, *present: int) -> None:
+        self.present = set(keys(*present))
+        self.jobs: dict[int, tuple[str, list[RowKey]]] = {}
+        self.touched: list[RowKey] = []
+        self.closed = False
+        self._finished: list[FinishedJob] = []
+        self._next = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.present
+
+    def _submit(self, kind: str, names: Sequence[RowKey]) -> int:
+        self._next += 1
+        self.jobs[self._next] = (kind, list(names))
+        return self._next
+
+    def read(self, names: Sequence[RowKey], slots: Sequence[int]) -> int:
+        assert len(names) == len(slots)
+        return self._submit("read", names)
+
+    def write(self, names: Sequence[RowKey], slots: Sequence[int]) -> int:
+        assert len(names) == len(slots)
+        return self._submit("write", names)
+
+    def clear(self) -> int:
+        self.present.clear()
+        job_id = self._submit("clear", [])
+        self.finish(job_id)
+        return job_id
+
+    def touch(self, names: Sequence[RowKey]) -> None:
+        self.touched += names
+
+    def poll(self) -> list[FinishedJob]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> None:
+        self.closed = True
+
+    def finish(self, job_id: int, outcome: RowOutcome = RowOutcome.OK) -> None:
+        kind, names = self.jobs.pop(job_id)
+        if kind == "write" and outcome is RowOutcome.OK:
+            self.present.update(names)
+        if kind == "read" and outcome is RowOutcome.CORRUPT:
+            self.present.difference_update(names)
+        self._finished.append(FinishedJob(job_id, [outcome] * len(names), 0, 0.0))
+
+    def finish_all(self, outcome: RowOutcome = RowOutcome.OK) -> None:
+        for job_id in list(self.jobs):
+            self.finish(job_id, outcome)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(slots: int, *on_disk: int) -> tuple[TieringManager, FakeTier, Clock]:
+    tier, clock = FakeTier(*on_disk), Clock()
+    manager = TieringManager(PrimaryTier(slots), tier, promotion_timeout_s=10.0, now=clock)
+    return manager, tier, clock
+
+
+def lookups(manager: TieringManager, request: str, *numbers: int) -> list[LookupResult]:
+    return [manager.lookup(key, request) for key in keys(*numbers)]
+
+
+def store(manager: TieringManager, *numbers: int) -> None:
+    plan = manager.prepare_store(keys(*numbers))
+    assert plan is not None
+    manager.complete_store(set(plan.keys))
+
+
+def is_idle(manager: TieringManager) -> bool:
+    return manager.primary.busy_count == 0 and not manager.has_pending_work()
+
+
+def test_the_way_of_a_chunk() -> None:
+    manager, tier, _ = make(2)
+    store(manager, 1, 2)
+    assert tier.jobs == {1: ("write", keys(1, 2))}
+    assert manager.has_pending_work()
+    tier.finish_all()
+    manager.end_step()
+    assert is_idle(manager)
+    store(manager, 3, 4)  # evicts 1 and 2 from the region
+    tier.finish_all()
+    manager.end_step()
+
+    assert lookups(manager, "r", 1, 2, 5) == [PENDING, PENDING, MISS]
+    manager.end_step()
+    assert tier.jobs == {3: ("read", keys(1, 2))}, "one job per request"
+    assert lookups(manager, "r", 1, 2) == [PENDING, PENDING]
+    tier.finish_all()
+    manager.poll()
+    assert lookups(manager, "r", 1, 2) == [HIT, HIT]
+    assert manager.source(keys(1)[0], "r") is Tier.DISK
+    slots = manager.prepare_load(keys(1, 2), "r")
+    assert len(set(slots)) == 2
+    assert tier.touched == keys(1, 2)
+    manager.complete_load(set(keys(1, 2)))
+    manager.finish("r")
+    assert is_idle(manager)
+    counters = manager.counters
+    assert (counters.disk_hits, counters.region_hits, counters.misses) == (2, 0, 1)
+
+
+def test_a_chunk_that_is_stored_again_is_not_written_again() -> None:
+    manager, tier, _ = make(4, 1)
+    store(manager, 1, 2)
+    assert tier.jobs == {1: ("write", keys(2))}
+    plan = manager.prepare_store(keys(1, 2))
+    assert plan is not None
+    assert plan.keys == []
+
+
+def test_the_cascade_is_in_the_order_of_the_prompt_although_acks_come_as_a_set() -> None:
+    manager, tier, _ = make(8)
+    order = keys(7, 3, 5, 1)
+    plan = manager.prepare_store(order)
+    assert plan is not None
+    manager.complete_store(set(order))
+    assert tier.jobs[1] == ("write", order)
+
+
+def test_a_failed_store_is_forgotten() -> None:
+    manager, tier, _ = make(2)
+    assert manager.prepare_store(keys(1)) is not None
+    assert lookups(manager, "r", 1) == [PENDING]
+    manager.complete_store(set(keys(1)), success=False)
+    assert lookups(manager, "r", 1) == [MISS]
+    assert tier.jobs == {}
+    assert is_idle(manager)
+
+
+def test_rows_being_written_are_not_evicted() -> None:
+    manager, tier, _ = make(2)
+    store(manager, 1, 2)
+    assert manager.prepare_store(keys(3)) is None
+    tier.finish_all()
+    manager.poll()
+    assert manager.prepare_store(keys(3)) is not None
+
+
+def test_a_failed_write_lets_go_and_is_counted() -> None:
+    manager, tier, _ = make(2)
+    store(manager, 1)
+    tier.finish_all(RowOutcome.DECLINED)
+    manager.poll()
+    assert is_idle(manager)
+    assert manager.counters.writes_not_stored == 1
+    assert keys(1)[0] not in tier
+
+
+def test_a_failed_read_is_a_miss_at_once_and_is_not_tried_again_soon() -> None:
+    manager, tier, clock = make(4, 1)
+    assert lookups(manager, "r", 1) == [PENDING]
+    manager.end_step()
+    tier.finish_all(RowOutcome.FAILED)
+    manager.poll()
+    assert [lookups(manager, f"r{i}", 1) for i in range(100)] == [[MISS]] * 100
+    manager.end_step()
+    assert tier.jobs == {}
+    assert manager.counters.promotions_failed == 1
+    assert is_idle(manager)
+    clock.now += 31
+    assert lookups(manager, "later", 1) == [PENDING]
+
+
+def test_a_row_that_was_stored_again_is_found_at_once() -> None:
+    manager, tier, _ = make(1, 1)
+    assert lookups(manager, "r", 1) == [PENDING]
+    manager.end_step()
+    tier.finish_all(RowOutcome.CORRUPT)
+    manager.poll()
+    assert lookups(manager, "r", 1) == [MISS]
+    manager.finish("r")
+    store(manager, 1)
+    tier.finish_all()
+    manager.poll()
+    store(manager, 2)
+    tier.finish_all()
+    manager.poll()
+    assert lookups(manager, "s", 1) == [PENDING]
+
+
+def test_only_the_failed_rows_of_a_read_are_lost() -> None:
+    manager, tier, _ = make(4, 1, 2, 3)
+    lookups(manager, "r", 1, 2, 3)
+    manager.end_step()
+    [job_id] = tier.jobs
+    tier.jobs.clear()
+    outcomes = [RowOutcome.OK, RowOutcome.CORRUPT, RowOutcome.OK]
+    tier._finished.append(FinishedJob(job_id, outcomes, 0, 0.0))
+    manager.poll()
+    assert lookups(manager, "r", 1, 2, 3) == [HIT, MISS, HIT]
+
+
+def test_a_hung_disk_is_a_miss_after_the_deadline_and_its_slots_stay_taken() -> None:
+    manager, tier, clock = make(2, 1, 2)
+    assert lookups(manager, "r", 1, 2) == [PENDING, PENDING]
+    manager.end_step()
+    clock.now += 9.9
+    assert lookups(manager, "r", 1, 2) == [PENDING, PENDING]
+    clock.now += 0.2
+    assert lookups(manager, "r", 1, 2) == [MISS, MISS]
+    assert manager.counters.promotions_timed_out == 1
+    assert manager.prepare_store(keys(3)) is None, "the read may still land in both slots"
+    manager.finish("r")
+    tier.finish_all()
+    manager.poll()
+    assert is_idle(manager)
+    assert manager.prepare_store(keys(3)) is not None
+
+
+def test_a_request_larger_than_the_region_loads_what_fits() -> None:
+    manager, tier, _ = make(2, 1, 2, 3)
+    assert lookups(manager, "r", 1, 2, 3) == [PENDING, PENDING, MISS]
+    manager.end_step()
+    tier.finish_all()
+    manager.poll()
+    assert lookups(manager, "r", 1, 2, 3) == [HIT, HIT, MISS]
+    manager.prepare_load(keys(1, 2), "r")
+    manager.complete_load(set(keys(1, 2)))
+    assert is_idle(manager)
+
+
+def test_two_requests_over_a_region_for_one_both_get_through_the_older_first() -> None:
+    manager, tier, _ = make(2, 1, 2, 3, 4)
+    manager.begin("old")
+    manager.begin("young")
+    assert lookups(manager, "young", 3, 4) == [PENDING, PENDING]
+    manager.end_step()
+    tier.finish_all()
+    manager.poll()
+    assert lookups(manager, "young", 3, 4) == [HIT, HIT]  # held, not yet loaded
+    assert lookups(manager, "old", 1, 2) == [PENDING, PENDING], "the older may take them"
+    assert lookups(manager, "young", 3, 4) == [RETRY, RETRY], "the younger waits"
+    manager.end_step()
+    tier.finish_all()
+    manager.poll()
+    assert lookups(manager, "young", 3, 4) == [RETRY, RETRY]
+    assert lookups(manager, "old", 1, 2) == [HIT, HIT]
+    manager.prepare_load(keys(1, 2), "old")
+    assert lookups(manager, "young", 3, 4) == [RETRY, RETRY], "pinned by the load"
+    manager.complete_load(set(keys(1, 2)))
+    assert lookups(manager, "young", 3, 4) == [PENDING, PENDING]
+
+
+def test_stores_do_not_take_what_a_request_waits_for_but_a_silent_one_loses_its_holds() -> None:
+    manager, _, clock = make(1)
+    store(manager, 1)
+    manager.secondary.finish_all()  # type: ignore[union-attr]
+    manager.poll()
+    assert lookups(manager, "r", 1) == [HIT]
+    assert manager.prepare_store(keys(2)) is None
+    clock.now += HOLD_S + 0.1
+    assert manager.prepare_store(keys(2)) is not None
+
+
+def test_more_chunks_than_slots_are_stored_as_far_as_they_fit() -> None:
+    manager, _, _ = make(2)
+    plan = manager.prepare_store(keys(1, 2, 3))
+    assert plan is not None
+    assert plan.keys == keys(1, 2)
+
+
+def test_finishing_with_promotions_not_yet_sent_leaks_nothing() -> None:
+    manager, tier, _ = make(2, 1)
+    lookups(manager, "r", 1)
+    manager.finish("r")
+    manager.end_step()
+    tier.finish_all()
+    manager.poll()
+    assert is_idle(manager)
+
+
+def test_reset_forgets_everything_also_below() -> None:
+    manager, tier, _ = make(4, 9)
+    store(manager, 1, 2)
+    assert manager.prepare_store(keys(3)) is not None  # the engine disowns this one
+    lookups(manager, "r", 9)
+    tier.finish_all()
+    assert manager.reset()
+    assert tier.present == set()
+    assert lookups(manager, "r", 1, 2, 3, 9) == [MISS] * 4
+    assert manager.primary.used_count == 0
+    assert is_idle(manager)
+
+
+def test_without_a_disk_the_region_alone_serves() -> None:
+    manager = TieringManager(PrimaryTier(2), None)
+    store(manager, 1)
+    assert lookups(manager, "r", 1, 2) == [HIT, MISS]
+    manager.prepare_load(keys(1), "r")
+    manager.complete_load(set(keys(1)))
+    assert is_idle(manager)
+    manager.close()
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Random interleavings of requests, results and time; when all is done nothing is held."""
+
+    requests = st.sampled_from(["a", "b", "c"])
+    numbers = st.integers(0, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager, self.tier, self.clock = make(4, 0, 1, 2, 3, 4, 5)
+        self.loads: list[set[RowKey]] = []
+        self.stores: list[set[RowKey]] = []
+
+    @rule(request=requests, start=numbers, count=st.integers(1, 6))
+    def look_up_and_load(self, request: str, start: int, count: int) -> None:
+        chain = keys(*range(start, start + count))
+        hits = []
+        for key in chain:
+            result = self.manager.lookup(key, request)
+            if result is not HIT:
+                break
+            hits.append(key)
+        if hits:
+            slots = self.manager.prepare_load(hits, request)
+            assert len(set(slots)) == len(hits)
+            self.loads.append(set(hits))
+
+    @rule(start=numbers, count=st.integers(1, 6))
+    def begin_store(self, start: int, count: int) -> None:
+        plan = self.manager.prepare_store(keys(*range(start, start + count)))
+        if plan is not None and plan.keys:
+            assert len(set(plan.slots)) == len(plan.keys)
+            self.stores.append(set(plan.keys))
+
+    @precondition(lambda self: self.loads)
+    @rule()
+    def end_load(self) -> None:
+        self.manager.complete_load(self.loads.pop(0))
+
+    @precondition(lambda self: self.stores)
+    @rule(success=st.booleans())
+    def end_store(self, success: bool) -> None:
+        self.manager.complete_store(self.stores.pop(0), success=success)
+
+    @precondition(lambda self: self.tier.jobs)
+    @rule(outcome=st.sampled_from([RowOutcome.OK, RowOutcome.CORRUPT, RowOutcome.FAILED]))
+    def end_job(self, outcome: RowOutcome) -> None:
+        self.tier.finish(next(iter(self.tier.jobs)), outcome)
+
+    @rule()
+    def step(self) -> None:
+        self.manager.end_step()
+
+    @rule(request=requests)
+    def finish(self, request: str) -> None:
+        self.manager.finish(request)
+
+    @rule(seconds=st.sampled_from([0.1, HOLD_S, 11.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @invariant()
+    def never_more_than_the_region(self) -> None:
+        assert 0 <= self.manager.primary.busy_count <= self.manager.primary.used_count <= 4
+
+    def teardown(self) -> None:
+        for request in ("a", "b", "c"):
+            self.manager.finish(request)
+        for load in self.loads:
+            self.manager.complete_load(load)
+        for stored in self.stores:
+            self.manager.complete_store(stored)
+        for _ in range(3):
+            self.tier.finish_all()
+            self.manager.end_step()
+        assert is_idle(self.manager)
+        assert self.manager.primary.pin_count == 0
+        assert self.manager._holders == {}
+
+
+TestManagerMachine = ManagerMachine.TestCase

@@ -1,0 +1,167 @@
+"""The region: shared by processes, never larger than memory, gone with the last of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from storage.errors import LayoutMismatch
+from tiering.region import Region, RegionError, dead_regions, region_path, remove_dead_regions
+from tiering.rows import RowLayout
+from tiering.topology import LayerFacts, Parallelism
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def layout(ranks: int = 1, page: int = 4096) -> RowLayout:
+    facts = [LayerFacts("layer", page, max_tp_shards=1)]
+    return RowLayout.of(facts, Parallelism(tp=ranks, world_size=ranks), 1)
+
+
+def test_everyone_sees_the_same_bytes_and_a_late_joiner_too(memory_path: Path) -> None:
+    made = Region.create("e", layout(2), 40_000, directory=memory_path)
+    other = Region.attach("e", rank=1, expected=layout(2), directory=memory_path)
+    made.row(3)[:4] = b"abcd"
+    late = Region.attach("e", rank=None, directory=memory_path)
+    late.wait_for_ranks(1)
+    assert (made.row_count, late.row_count) == (9, 9)
+    assert bytes(other.row(3)[:4]) == bytes(late.row(3)[:4]) == b"abcd"
+    assert late.layout == layout(2)
+    assert made.rows_offset % 4096 == 0
+    inodes = {os.fstat(region.fd).st_ino for region in (made, other, late)}
+    assert len(inodes) == 1
+    assert stat.S_IMODE(os.fstat(made.fd).st_mode) == 0o600
+    late.unlink()
+    assert list(memory_path.iterdir()) == []
+    for region in (made, other, late):
+        region.close()
+
+
+def test_attaching_never_makes_a_region(memory_path: Path) -> None:
+    with pytest.raises(RegionError, match="did not appear"):
+        Region.attach("e", rank=1, directory=memory_path, timeout_s=0.05)
+    assert list(memory_path.iterdir()) == []
+
+
+def test_a_rank_may_come_before_the_region(memory_path: Path) -> None:
+    found: list[Region] = []
+    thread = threading.Thread(
+        target=lambda: found.append(Region.attach("e", rank=1, directory=memory_path))
+    )
+    thread.start()
+    made = Region.create("e", layout(2), 8192, directory=memory_path)
+    thread.join(10)
+    assert found[0].row_count == made.row_count
+    found[0].close()
+    made.close()
+
+
+def test_missing_ranks_are_named(memory_path: Path) -> None:
+    made = Region.create("e", layout(4), 8192, directory=memory_path)
+    with pytest.raises(RegionError, match=r"rank\(s\) \[1, 2, 3\] of 4 did not attach"):
+        made.wait_for_ranks(0.05)
+    made.close()
+
+
+def test_another_layout_is_refused_with_both_rows(memory_path: Path) -> None:
+    made = Region.create("e", layout(2), 65536, directory=memory_path)
+    with pytest.raises(LayoutMismatch, match=r"rank 1: expected 4096 bytes.*found 8192 bytes"):
+        Region.attach("e", rank=1, expected=layout(2, page=8192), directory=memory_path)
+    made.close()
+
+
+def test_a_region_that_does_not_fit_is_refused_and_leaves_nothing(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.region._available", lambda directory: 8 << 20)
+    with pytest.raises(RegionError, match=r"cpu_bytes_to_use: a region of .* --shm-size"):
+        Region.create("e", layout(), 64 << 20, directory=memory_path)
+    assert list(memory_path.iterdir()) == []
+
+
+def test_a_full_real_tmpfs(tmp_path: Path) -> None:
+    mount = tmp_path / "shm"
+    mount.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)],
+        check=False, capture_output=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode().strip()}")
+    try:
+        with pytest.raises(RegionError, match="does not fit"):
+            Region.create("e", layout(), 64 << 20, directory=mount)
+        assert list(mount.iterdir()) == []
+        region = Region.create("e", layout(), 4 << 20, directory=mount)
+        for slot in range(region.row_count):  # no SIGBUS
+            region.row(slot)[:] = bytes(region.layout.row_bytes)
+        region.close()
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_not_one_row_is_refused(memory_path: Path) -> None:
+    with pytest.raises(RegionError, match="cpu_bytes_to_use: expected at least one row of 4096"):
+        Region.create("e", layout(), 4095, directory=memory_path)
+
+
+def test_one_engine_id_is_one_engine(memory_path: Path) -> None:
+    made = Region.create("e", layout(), 8192, directory=memory_path)
+    with pytest.raises(RegionError, match="belongs to a running engine"):
+        Region.create("e", layout(), 8192, directory=memory_path)
+    made.close()
+
+
+def test_only_the_regions_own_name_is_dropped(memory_path: Path) -> None:
+    old = Region.create("e", layout(), 8192, directory=memory_path)
+    region_path("e", memory_path).unlink()
+    successor = Region.create("e", layout(), 8192, directory=memory_path)
+    old.unlink()
+    assert region_path("e", memory_path).exists()
+    old.close()
+    successor.close()
+
+
+_ENGINE = """
+import sys, time
+from pathlib import Path
+from tests.unit.tiering.test_region import layout
+from tiering.region import Region
+region = Region.create(sys.argv[2], layout(), 8192, directory=Path(sys.argv[1]))
+print("made", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_engine_left_is_removed_and_a_living_one_is_not(memory_path: Path) -> None:
+    engines = []
+    for name in ("dead", "alive"):
+        engine = subprocess.Popen(
+            [sys.executable, "-c", _ENGINE, str(memory_path), name],
+            cwd=ROOT, stdout=subprocess.PIPE,
+        )
+        engines.append(engine)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"made\n"
+    dead, alive = engines
+    try:
+        dead.send_signal(signal.SIGKILL)
+        dead.wait()
+        assert list(dead_regions(memory_path)) == [region_path("dead", memory_path)]
+        region = Region.create("next", layout(), 8192, directory=memory_path)
+        assert sorted(path.name for path in memory_path.iterdir()) == [
+            "kvtier-alive.region", "kvtier-next.region",
+        ]
+        assert remove_dead_regions(memory_path) == 0
+        region.close()
+    finally:
+        for engine in engines:
+            engine.kill()
+            engine.communicate()

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiering.topology import (
+    LayerFacts,
+    Parallelism,
+    kv_tp_replicas,
+    replicated_layout,
+    replicas_floor,
+    shard_count,
+)
+
+MLA = LayerFacts("mla", 1024, max_tp_shards=1)
+GQA2 = LayerFacts("gqa2", 1024, max_tp_shards=2)
+UNKNOWN = LayerFacts("unknown", 1024)
+
+
+def tp(size: int, **other: int) -> Parallelism:
+    return Parallelism(tp=size, world_size=size, **other)
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranks", "shards"),
+    [(MLA, 1, 1), (MLA, 8, 1), (GQA2, 8, 2), (GQA2, 1, 1), (UNKNOWN, 8, 8), (UNKNOWN, 1, 1)],
+)
+def test_shards_of_known_layers(layer: LayerFacts, ranks: int, shards: int) -> None:
+    assert shard_count(layer, tp(ranks)) == shards
+
+
+def test_uneven_division_is_reported_as_vllm_does_but_never_trusted() -> None:
+    three = LayerFacts("three", 1024, max_tp_shards=3)
+    assert replicas_floor(three, tp(8)) == 2
+    assert shard_count(three, tp(8)) == 8
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reason"),
+    [
+        (Parallelism(tp=2, pp=2, world_size=4), "pipeline"),
+        (Parallelism(tp=2, dcp=2, world_size=2), "decode context"),
+        (Parallelism(tp=2, pcp=2, world_size=4), "prefill context"),
+        (Parallelism(tp=2, world_size=2, shares_region=False), "share"),
+        (Parallelism(tp=2, world_size=4), "world size"),
+    ],
+)
+def test_what_is_not_proven_turns_replication_off(parallel: Parallelism, reason: str) -> None:
+    assert any(reason in refusal for refusal in parallel.refusals())
+    assert shard_count(MLA, parallel) == parallel.world_size
+    assert not replicated_layout([MLA], parallel)
+
+
+def test_one_head_sharded_layer_makes_the_gcd_one_and_costs_the_others_nothing() -> None:
+    layers = [*[MLA] * 60, UNKNOWN]
+    assert kv_tp_replicas(layers, tp(8)) == 1
+    assert not replicated_layout(layers, tp(8))
+    assert shard_count(MLA, tp(8)) == 1
+
+
+def test_all_mla_is_the_replicated_layout() -> None:
+    assert kv_tp_replicas([MLA, MLA], tp(8)) == 8
+    assert replicated_layout([MLA, MLA], tp(8))
+    assert not replicated_layout([MLA], tp(1))
+    assert kv_tp_replicas([], tp(8)) == 1
+
+
+@given(st.integers(1, 16), st.integers(0, 20))
+def test_shards_always_divide_the_ranks(ranks: int, most: int) -> None:
+    shards = shard_count(LayerFacts("x", 64, max_tp_shards=most or None), tp(ranks))
+    assert 1 <= shards <= ranks
+    assert ranks % shards == 0
