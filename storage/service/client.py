@@ -176,6 +176,7 @@ class StoreClient:
                 self._process.kill()
                 self._process.wait()
         self._disconnect()
+        self._reap()
         os.close(self._rows.fd)
 
     def _drain(self) -> None:
@@ -232,7 +233,7 @@ class StoreClient:
         if self._connection is not None:
             self._send_pending(block=False)
             self._receive()
-        elif not self._closed and self._now() >= self._restart_at:
+        elif self._reap() and not self._closed and self._now() >= self._restart_at:
             self._restart()
         finished, self._finished = self._finished, []
         return finished
@@ -272,6 +273,8 @@ class StoreClient:
             row_bytes=self._rows.row_bytes,
             row_count=self._rows.row_count,
             rows_offset=self._rows.rows_offset,
+            reserve_bytes=self._options.reserve_bytes,
+            lock_timeout_s=self._options.lock_timeout_s,
         )
         frame = messages.encode_frame([attach])
         sent = socket.send_fds(ours, [frame], [self._rows.fd])
@@ -321,7 +324,9 @@ class StoreClient:
                     for reply in messages.reply_decoder.decode(body):
                         self._handle(reply)
             except (ValueError, msgspec.MsgspecError) as exc:
-                log.error("the store process talks nonsense: %s", exc)
+                log.error("the store process talks nonsense and is killed: %s", exc)
+                if self._process is not None:
+                    self._process.kill()
                 self._lost()
 
     def _handle(self, reply: messages.Reply) -> None:
@@ -353,14 +358,22 @@ class StoreClient:
                 log.error("store refused: %s", reason)
 
     def _lost(self) -> None:
-        """The store process is gone: so is its I/O, its index and every job."""
+        """The connection is gone, and with it the index; the jobs end with the process."""
         self._disconnect()
         if not self._closed:
             log.warning("the store process is gone; the disk tier misses until it is back")
             self._restart_at = self._now() + self._backoff_s
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.0)
+        self._reap()
+
+    def _reap(self) -> bool:
+        """Whether no process is left.  Until then its threads may still use the slots of its jobs."""
+        if self._process is not None and self._process.poll() is None:
+            return False
+        self._process = None
+        for job_id, key_count in self._jobs.items():
+            self._finish_failed(job_id, key_count)
+        self._jobs.clear()
+        return True
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -369,6 +382,3 @@ class StoreClient:
         self._ready = False
         self._unsent.clear()
         self._keys.clear()
-        for job_id, key_count in self._jobs.items():
-            self._finish_failed(job_id, key_count)
-        self._jobs.clear()

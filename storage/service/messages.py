@@ -30,6 +30,8 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     row_bytes: int
     row_count: int
     rows_offset: int
+    reserve_bytes: int | None
+    lock_timeout_s: float
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):

@@ -97,6 +97,8 @@ class Session:
             budget_bytes=attach.budget_bytes,
             segment_bytes=attach.segment_bytes,
             io_threads=attach.io_threads,
+            reserve_bytes=attach.reserve_bytes,
+            lock_timeout_s=attach.lock_timeout_s,
         )
         self.store = DiskStore.open(options)
         try:

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from storage.service.messages import Usage
+from tiering.manager import TieringManager
+from tiering.metrics import ALL, CHUNK_HITS, Increments, Sample, StoreFigures, collect
+from tiering.primary import PrimaryTier
+from tiering.rows import RowLayout
+from tiering.topology import LayerFacts, Parallelism
+
+LAYOUT = RowLayout.of([LayerFacts("mla", 4096, 1)], Parallelism(tp=2, world_size=2), 1)
+
+
+def test_every_metric_is_collected_with_its_labels() -> None:
+    manager = TieringManager(PrimaryTier(4), None)
+    samples = list(collect(manager, LAYOUT, StoreFigures(Usage(state="full"), True, 0)))
+    assert {sample.metric for sample in samples} == set(ALL)
+    assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)
+    values = {(s.metric.name, s.labels): s.value for s in samples}
+    assert len(values) == len(samples), "a sample stands twice"
+    assert values["kvtier:disk_state", ("full",)] == 1
+    assert values["kvtier:disk_state", ("growing",)] == 0
+    assert values["kvtier:row_bytes", ("off",)] == 2 * values["kvtier:row_bytes", ("on",)]
+
+
+def test_a_region_without_a_disk_shows_no_disk() -> None:
+    manager = TieringManager(PrimaryTier(4), None)
+    names = {sample.metric.name for sample in collect(manager, LAYOUT, None)}
+    assert not any("disk" in name for name in names)
+
+
+def test_increments_add_up_and_survive_a_restart_of_the_store() -> None:
+    increments = Increments()
+    seen = [increments.of(Sample(CHUNK_HITS, ("disk",), value)) for value in (3, 3, 8, 2)]
+    assert seen == [3, 0, 5, 2]
