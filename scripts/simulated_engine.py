@@ -184,10 +184,13 @@ class SimulatedEngine:
         *,
         engine_id: str | None = None,
         identity: Identity | None = None,
+        start_method: str = "spawn",
     ) -> None:
+        """`start_method` "fork" saves each rank the start of an interpreter, for processes that
+        have no other threads."""
         self.shape = shape
         engine_id = engine_id or f"simulated-{os.getpid()}-{time.monotonic_ns()}"
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(start_method)
         self._ranks: list[tuple[Any, Connection]] = []
         self._free_blocks = list(range(shape.device_blocks))
         self._requests = 0

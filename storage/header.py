@@ -41,6 +41,7 @@ ENTRY = np.dtype(
         ("key", f"V{MAX_KEY_BYTES}"),
     ]
 )
+SLOT_HEADER_BYTES = 16 + 2 * ENTRY.itemsize  # its part of the index and of two tables
 Entries = npt.NDArray[np.void]  # ENTRY[slots_per_segment]
 
 _TABLE_MAGIC = b"kvtkeys1"
@@ -115,7 +116,7 @@ class SegmentGeometry:
             max(budget_bytes // _TARGET_SEGMENTS, _MIN_SEGMENT_BYTES), _MAX_SEGMENT_BYTES
         )
         target = min(target, budget_bytes // 4)
-        slots = max(1, min(MAX_SLOTS, target // (row_bytes + PAGE_BYTES + 2 * ENTRY.itemsize)))
+        slots = max(1, min(MAX_SLOTS, target // (row_bytes + PAGE_BYTES + SLOT_HEADER_BYTES)))
         return cls(row_bytes, slots)
 
     @classmethod

@@ -16,7 +16,7 @@ from typing import Protocol
 import pytest
 
 from storage.device import Device
-from storage.header import ENTRY, SegmentGeometry
+from storage.header import SLOT_HEADER_BYTES, SegmentGeometry
 from storage.namespace import Identity
 from storage.rowstore import RowStore
 from storage.space import (
@@ -119,7 +119,7 @@ def options_for(
     return StoreOptions(
         root,
         budget,
-        segment_bytes=(geometry.stride + 2 * ENTRY.itemsize) * slots_per_segment,
+        segment_bytes=(geometry.stride + SLOT_HEADER_BYTES) * slots_per_segment,
         reserve_bytes=0,
         lock_timeout_s=0.2,
     )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from scripts.make_model import ensure_model
@@ -72,18 +71,3 @@ def answers(server: VllmServer, prompts: Sequence[str]) -> list[tuple[int, ...]]
 
 def _complete(server: VllmServer, prompt: str) -> Completion:
     return server.complete(prompt, ANSWER_TOKENS, ignore_eos=True)
-
-
-def store_processes() -> list[psutil.Process]:
-    """Store processes of any engine on this machine."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "storage.service" in (process.info["cmdline"] or []):
-            found.append(process)
-    return found
-
-
-def allocated_bytes(root: Path) -> int:
-    """Physical bytes of all regular files under `root`."""
-    return sum(path.lstat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
-

@@ -17,13 +17,12 @@ from storage.header import SegmentGeometry
 from storage.namespace import read_geometry
 from tests.integration.conftest import (
     StartServer,
-    allocated_bytes,
     answers,
     byte_prompts,
     needs_vllm,
-    store_processes,
     transfer_config,
 )
+from tests.integration.processes import allocated_bytes, store_processes
 from tests.integration.zarr_reading import assert_zarr_equals_store
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]

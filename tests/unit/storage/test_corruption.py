@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from storage.segment import segment_path
 from storage.store import DiskStore
 from storage.testing.contract import MARK, StoreHarness
 from storage.testing.faulty import FaultyDevice, Raise
-from storage.testing.rows import aligned_rows, filled_rows, key_of, row_of
+from storage.testing.rows import aligned_rows, bytes_on_disk, filled_rows, key_of, row_of
 from storage.types import Location, RowKey, RowOutcome, SegmentId
 
 OK, MISSING, CORRUPT = RowOutcome.OK, RowOutcome.MISSING, RowOutcome.CORRUPT
@@ -168,9 +169,29 @@ def test_a_segment_cut_short(harness: StoreHarness, share: float, is_reopened: b
     assert outcomes(harness, KEYS[:8]) == [OK] * left + [MISSING] * (4 - left) + [OK] * 4
     stored = harness.write(KEYS[:8])
     assert stored.count(OK) == 4 - left
+    used = harness.store.usage().used_bytes
+    assert used == 32768 + 65536 + 2 * harness.rows.pool.charge_bytes
+    assert bytes_on_disk(harness.options.root) <= used
     harness.reopen()
     assert outcomes(harness, KEYS[:8]) == [OK] * 8
     assert path.stat().st_blocks * 512 >= harness.rows.geometry.segment_bytes
+
+
+def test_a_segment_cut_short_that_has_no_room_to_be_whole_is_removed(memory_path: Path) -> None:
+    harness = StoreHarness(memory_path / "root")
+    harness.write(KEYS[:16])
+    charge = harness.rows.pool.charge_bytes
+    harness.close()
+    with segment_path(harness.rows.directory, SegmentId(1)).open("r+b") as file:
+        file.truncate(4096)
+    budget = harness.options.budget_bytes - charge
+    harness.options = dataclasses.replace(harness.options, budget_bytes=budget)
+    harness.open()
+    assert outcomes(harness, KEYS[:16]).count(OK) == 12
+    usage = harness.store.usage()
+    assert usage.used_bytes == 32768 + 65536 + 3 * charge
+    assert bytes_on_disk(harness.options.root) <= usage.used_bytes <= budget
+    harness.close()
 
 
 def test_a_segment_full_of_zeros_and_rows_full_of_zeros(harness: StoreHarness) -> None:
