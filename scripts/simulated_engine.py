@@ -37,6 +37,7 @@ from tiering.worker import BlockRun, CopyWorker, LayerPages
 Bytes = npt.NDArray[np.uint8]
 
 RANK_TIMEOUT_S = 60.0  # for one command of a rank, generous for a loaded machine
+PARENT_CHECK_S = 1.0  # how long a rank may outlive a killed engine
 STEP_S = 0.0005  # of a scheduler with nothing to do
 
 
@@ -146,12 +147,22 @@ class _Rank:
         return BlockRun(np.array(blocks.block_ids), np.array(blocks.slots), 0)
 
 
+def _next_command(connection: Connection) -> Any:
+    """None at the end.  A forked rank has the other ends of its elders' pipes and may never see
+    them close, so it asks who its parent is."""
+    parent = multiprocessing.parent_process()
+    while not connection.poll(PARENT_CHECK_S):
+        if parent is None or not parent.is_alive():
+            return None
+    return connection.recv()
+
+
 def _rank_main(shape: EngineShape, engine_id: str, rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     try:
         worker = _Rank(shape, engine_id, rank)
         connection.send(0)
-        while (command := connection.recv()) is not None:
+        while (command := _next_command(connection)) is not None:
             name, blocks = command
             connection.send(getattr(worker, name)(blocks))
         worker.worker.close()

@@ -115,6 +115,8 @@ class TieringManager:
         self._reads: dict[int, list[RowKey]] = {}  # job id -> chunks READING
         self._writes: dict[int, list[RowKey]] = {}  # job id -> chunks pinned for it
         self._failed_reads: dict[RowKey, float] = {}  # key -> when to try again
+        self._clearing: int | None = None  # job id
+        self._is_cleared = False  # what came of the last such job
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -139,11 +141,12 @@ class TieringManager:
 
     # -- lookup and promotion -------------------------------------------------------------------
 
-    def lookup(self, key: RowKey, request_id: str) -> LookupResult:
-        """Find one chunk for a request; on disk, begin to promote it."""
+    def lookup(self, key: RowKey, request_id: str, *, below: bool = True) -> LookupResult:
+        """Find one chunk for a request; on disk, begin to promote it.  Not `below`: the region
+        alone counts."""
         request = self._request(request_id)
         request.looked_up_at = self._now()
-        result = self._lookup(key, request, request_id)
+        result = self._lookup(key, request, request_id, below=below)
         if result is LookupResult.HIT:
             self._hold(key, request, request_id)
             self._count(key, request, request.sources.setdefault(key, Tier.REGION))
@@ -154,7 +157,9 @@ class TieringManager:
             request.waiting_since = request.looked_up_at
         return result
 
-    def _lookup(self, key: RowKey, request: _Request, request_id: str) -> LookupResult:
+    def _lookup(
+        self, key: RowKey, request: _Request, request_id: str, *, below: bool
+    ) -> LookupResult:
         state = self.primary.state(key)
         if state is ChunkState.READY:
             return LookupResult.HIT
@@ -166,7 +171,9 @@ class TieringManager:
             self._hold(key, request, request_id)
             request.sources[key] = Tier.DISK
             return LookupResult.HIT_PENDING
-        if self.secondary is None or key not in self.secondary or self._failed_lately(key):
+        if not below or self.secondary is None or key not in self.secondary:
+            return LookupResult.MISS
+        if self._failed_lately(key):
             return LookupResult.MISS
         return self._promote(key, request, request_id)
 
@@ -271,9 +278,10 @@ class TieringManager:
             return other in wanted or self._is_held_against(other, float("inf"))
 
         if len(new) > self.primary.slot_count:
-            new = new[: self.primary.room(is_protected, len(new))]
+            offered = len(new)
+            new = new[: self.primary.room(is_protected, offered)]
+            self.counters.stores_declined += offered - len(new)
             if not new:
-                self.counters.stores_declined += len(keys)
                 return None
         evicted = self.primary.allocate(new, ChunkState.STORING, is_protected)
         if evicted is None:
@@ -332,6 +340,7 @@ class TieringManager:
             self.primary.publish(key for key, outcome in outcomes if outcome is RowOutcome.OK)
             failed = [key for key, outcome in outcomes if outcome is not RowOutcome.OK]
             self.primary.abandon(failed)
+            self._forget_holders(failed)
             self.counters.promotions_failed += len(failed)
             if len(self._failed_reads) > _MAX_FAILED_KEYS:
                 self._failed_reads.clear()
@@ -343,14 +352,20 @@ class TieringManager:
             for key in stored:
                 self._failed_reads.pop(key, None)
             self.counters.writes_not_stored += len(keys) - len(stored)
+        elif job.job_id == self._clearing:
+            self._clearing = None
+            self._is_cleared = job.outcomes == [RowOutcome.OK]
 
     def _note_evicted(self, keys: list[RowKey]) -> None:
+        self._forget_holders(keys)
+        if self.on_removed is not None and keys:
+            self.on_removed(keys, Tier.REGION)
+
+    def _forget_holders(self, keys: list[RowKey]) -> None:
         """Chunks left the region: who held them holds them no more."""
         for key in keys:
             for holder in self._holders.pop(key, ()):
                 self._requests[holder].held.discard(key)
-        if self.on_removed is not None and keys:
-            self.on_removed(keys, Tier.REGION)
 
     @property
     def pending_reads(self) -> int:
@@ -374,18 +389,19 @@ class TieringManager:
         """Forget every chunk, in the region and on disk: for new weights, old KV is wrong KV.
 
         Waits for the store's transfers; those of workers are the engine's to end or disown.  False
-        if they do not end in time: then nothing is forgotten on disk, and the caller must not
-        reuse the region.
+        if they do not end in time, or if the store does not say that its rows are gone, as when
+        its process is down: then chunks are still found, and the caller must try again.
         """
         for request in self._requests.values():
             self.primary.abandon(request.promoting)
+            self._forget_holders(request.promoting)
             request.promoting.clear()
-        if not self._drain(lambda: bool(self._reads or self._writes)):
+        if not self._drain(lambda: bool(self._reads or self._writes) or self._clearing is not None):
             return False
         if self.secondary is not None:
-            job_id = self.secondary.clear()
-            self._writes[job_id] = []
-            if not self._drain(lambda: job_id in self._writes):
+            self._is_cleared = False
+            self._clearing = self.secondary.clear()
+            if not self._drain(lambda: self._clearing is not None) or not self._is_cleared:
                 return False
         self.primary.clear()
         for request_id in self._requests:

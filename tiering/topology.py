@@ -19,7 +19,7 @@ class LayerFacts(msgspec.Struct, frozen=True):
     page_bytes: int
     """Bytes of one block on one rank, padding included."""
     max_tp_shards: int | None = None
-    """Into how many distinct shards the layer's KV splits at most; None: unknown."""
+    """Into how many distinct shards the layer's KV splits at most; None or 0: unknown."""
     context_sharded: bool = True
     """Whether decode context parallelism, if on, splits this layer's tokens."""
 
@@ -56,7 +56,7 @@ def replicas_floor(layer: LayerFacts, parallel: Parallelism) -> int:
 
     From `_layer_tp_replicas` of vLLM's `v1/core/kv_cache_utils.py`; not what the layout trusts.
     """
-    if layer.max_tp_shards is None or (layer.context_sharded and parallel.dcp > 1):
+    if not layer.max_tp_shards or (layer.context_sharded and parallel.dcp > 1):
         return 1
     return max(1, parallel.tp // layer.max_tp_shards)
 
@@ -80,7 +80,7 @@ def shard_count(layer: LayerFacts, parallel: Parallelism) -> int:
     One per rank unless the layer is known to split into fewer and the ranks divide evenly among
     them; then `tp // shard_count` consecutive ranks hold the same part.
     """
-    if layer.max_tp_shards is None or parallel.refusals():
+    if not layer.max_tp_shards or parallel.refusals():
         return parallel.world_size
     shards = min(parallel.tp, layer.max_tp_shards)
-    return shards if shards > 0 and parallel.tp % shards == 0 else parallel.tp
+    return shards if parallel.tp % shards == 0 else parallel.tp

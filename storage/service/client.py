@@ -50,9 +50,12 @@ from storage.types import RowKey, RowOutcome
 log = logging.getLogger("kvtier.client")
 
 _RECEIVE_BYTES = 1 << 20
+_RECEIVES_PER_POLL = 8  # so that the index of a store that came back does not hold a step up
+_UNSENT_BYTES_MAX = 4 << 20  # for a store that does not listen; above it jobs are declined
 _BACKOFF_S_MIN = 1.0
 _BACKOFF_S_MAX = 60.0
 _EXIT_TIMEOUT_S = 40.0  # of the store process: longer than its own wait for I/O
+_KILL_TIMEOUT_S = 5.0  # after SIGKILL; only a hung disk takes longer
 
 
 class StoreRefused(StorageError):
@@ -123,7 +126,7 @@ class StoreClient:
         self._now = now
         self._keys: set[bytes] = set()
         self._withdrawn: list[RowKey] = []
-        self._jobs: dict[int, int] = {}  # job id -> number of keys
+        self._jobs: dict[int, int] = {}  # job id -> number of outcomes
         self._next_job_id = 0
         self._finished: list[FinishedJob] = []
         self._connection: socket.socket | None = None
@@ -162,27 +165,31 @@ class StoreClient:
         if self._closed:
             return
         self._closed = True
-        self._send_pending(block=True)
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        self._hang_up(deadline)
         if self._process is not None:
             try:
-                # Nobody reads any more, so what it still wants to say must not fill the socket.
-                self._drain()
-                self._process.wait(_EXIT_TIMEOUT_S)
+                self._process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 log.error("store process %d hangs in I/O and is killed", self._process.pid)
                 self._process.kill()
-                self._process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_KILL_TIMEOUT_S)
         self._disconnect()
         self._reap()
         os.close(self._rows.fd)
 
-    def _drain(self) -> None:
-        deadline = time.monotonic() + _EXIT_TIMEOUT_S
-        while self._connection is not None and time.monotonic() < deadline:
-            select.select([self._connection], [], [], 1.0)
+    def _hang_up(self, deadline: float) -> None:
+        """Say what is left to say, and hear what the store says until it hangs up too."""
+        is_shut = False
+        while self._connection is not None and (left := deadline - time.monotonic()) > 0:
+            if not self._unsent and not is_shut:
+                is_shut = True
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_WR)
+            writing = [self._connection] if self._unsent else []
+            select.select([self._connection], writing, [], left)
+            self._send_pending()
             self._receive()
 
     @property
@@ -219,19 +226,22 @@ class StoreClient:
         return self._submit(Write(self._next_job_id, list(keys), list(slots)))
 
     def clear(self) -> int:
-        """Drop every row of the namespace, also on disk; the job's id.  All other jobs have ended."""
+        """Drop every row of the namespace, also on disk; the job's id.  All other jobs have ended.
+
+        The job has one outcome: unless it is OK, rows may still be there, or come back.
+        """
         assert not self._jobs, "clear while rows move"
         return self._submit(Clear(self._next_job_id))
 
     def touch(self, keys: Sequence[RowKey]) -> None:
         """The chunks of one request, first to last, were used in the region."""
-        if keys and self._ready:
+        if keys and self._ready and len(self._unsent) < _UNSENT_BYTES_MAX:
             self._send(Touch(list(keys)))
 
     def poll(self) -> list[FinishedJob]:
         """Jobs that ended since the last call; keeps the replica and the usage up to date."""
         if self._connection is not None:
-            self._send_pending(block=False)
+            self._send_pending()
             self._receive()
         elif self._reap() and not self._closed and self._now() >= self._restart_at:
             self._restart()
@@ -245,16 +255,20 @@ class StoreClient:
 
     def _submit(self, request: Read | Write | Clear) -> int:
         self._next_job_id += 1
-        key_count = 0 if isinstance(request, Clear) else len(request.keys)
-        if self._ready:
-            self._jobs[request.job_id] = key_count
-            self._send(request)
+        count = 1 if isinstance(request, Clear) else len(request.keys)
+        if not self._ready:
+            self._finish(request.job_id, count, RowOutcome.FAILED)
+        elif len(self._unsent) >= _UNSENT_BYTES_MAX:
+            is_write = isinstance(request, Write)
+            outcome = RowOutcome.DECLINED if is_write else RowOutcome.FAILED
+            self._finish(request.job_id, count, outcome)
         else:
-            self._finish_failed(request.job_id, key_count)
+            self._jobs[request.job_id] = count
+            self._send(request)
         return request.job_id
 
-    def _finish_failed(self, job_id: int, key_count: int) -> None:
-        self._finished.append(FinishedJob(job_id, [RowOutcome.FAILED] * key_count, 0, 0.0))
+    def _finish(self, job_id: int, count: int, outcome: RowOutcome) -> None:
+        self._finished.append(FinishedJob(job_id, [outcome] * count, 0, 0.0))
 
     # -- connection -----------------------------------------------------------------------------
 
@@ -277,11 +291,15 @@ class StoreClient:
             lock_timeout_s=self._options.lock_timeout_s,
         )
         frame = messages.encode_frame([attach])
-        sent = socket.send_fds(ours, [frame], [self._rows.fd])
         ours.setblocking(False)
         self._connection = ours
         self._splitter = FrameSplitter()
-        self._unsent = bytearray(frame[sent:])
+        try:
+            sent = socket.send_fds(ours, [frame], [self._rows.fd])
+        except OSError:  # it ended at once
+            self._lost()
+        else:
+            self._unsent = bytearray(frame[sent:])
 
     def _restart(self) -> None:
         self._restart_at = self._now() + self._backoff_s
@@ -294,22 +312,22 @@ class StoreClient:
 
     def _send(self, request: Request) -> None:
         self._unsent += messages.encode_frame([request])
-        self._send_pending(block=False)
+        self._send_pending()
 
-    def _send_pending(self, *, block: bool) -> None:
+    def _send_pending(self) -> None:
         while self._unsent and self._connection is not None:
             try:
                 sent = self._connection.send(self._unsent)
                 del self._unsent[:sent]
             except BlockingIOError:
-                if not block:
-                    return
-                select.select([], [self._connection], [], 1.0)
+                return
             except OSError:
                 self._lost()
 
     def _receive(self) -> None:
-        while self._connection is not None:
+        for _ in range(_RECEIVES_PER_POLL):
+            if self._connection is None:
+                return
             try:
                 data = self._connection.recv(_RECEIVE_BYTES)
             except BlockingIOError:
@@ -332,8 +350,10 @@ class StoreClient:
     def _handle(self, reply: messages.Reply) -> None:
         match reply:
             case Done(job_id, outcomes, bytes_moved, seconds):
-                del self._jobs[job_id]
+                if self._jobs.get(job_id) != len(outcomes):
+                    raise ValueError(f"{len(outcomes)} outcomes of job {job_id}")
                 decoded = [RowOutcome(code) for code in outcomes]
+                del self._jobs[job_id]
                 self._finished.append(FinishedJob(job_id, decoded, bytes_moved, seconds))
             case Published(keys):
                 self._keys.update(keys)
@@ -370,8 +390,8 @@ class StoreClient:
         if self._process is not None and self._process.poll() is None:
             return False
         self._process = None
-        for job_id, key_count in self._jobs.items():
-            self._finish_failed(job_id, key_count)
+        for job_id, count in self._jobs.items():
+            self._finish(job_id, count, RowOutcome.FAILED)
         self._jobs.clear()
         return True
 

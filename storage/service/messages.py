@@ -57,7 +57,7 @@ class Touch(msgspec.Struct, tag="touch", frozen=True):
 
 
 class Clear(msgspec.Struct, tag="clear", frozen=True):
-    """Drop every row of the namespace, on disk too; answered by one `Done` without outcomes."""
+    """Drop every row of the namespace, on disk too; answered by one `Done` with one outcome."""
 
     job_id: int
 
@@ -90,7 +90,7 @@ class Withdrawn(msgspec.Struct, tag="withdrawn", frozen=True):
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
-    """`outcomes[i]` is the `RowOutcome` of the job's i-th key."""
+    """`outcomes[i]` is the `RowOutcome` of the job's i-th key; of `Clear`, OK or FAILED."""
 
     job_id: int
     outcomes: bytes

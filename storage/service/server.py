@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from storage.errors import StorageError
+from storage.errors import DeviceError, StorageError
 from storage.namespace import Identity
 from storage.rowstore import JobResult, RowStore
 from storage.service import messages
@@ -40,12 +40,13 @@ from storage.service.messages import (
     Write,
 )
 from storage.store import DiskStore, StoreOptions
-from storage.types import RowKey
+from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.service")
 
 _RECEIVE_BYTES = 1 << 20
-_KEYS_PER_MESSAGE = 4096  # of the first copy of the index
+_KEYS_PER_MESSAGE = 4096  # of the index and its changes
+_MESSAGES_PER_FRAME = 128  # with the longest keys, well below `MAX_FRAME_BYTES`
 _RECENCY_FLUSH_S = 30.0  # how much recency a crash may lose
 
 
@@ -70,7 +71,7 @@ class Outbox:
         ending = False
         while not ending:
             batch = [self._queue.get()]
-            while not self._queue.empty():
+            while len(batch) < _MESSAGES_PER_FRAME and not self._queue.empty():
                 batch.append(self._queue.get())
             ending = None in batch
             replies: list[Reply] = [reply for reply in batch if reply is not None]
@@ -117,9 +118,7 @@ class Session:
             )
         )
         with self.store.lock:
-            keys = self.rows.keys()
-            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
-                self._outbox.put(Published(list(keys[start : start + _KEYS_PER_MESSAGE])))
+            self._on_change(self.rows.keys(), ())
             self.rows.on_change = self._on_change
         self._send_usage()
         self._outbox.put(Ready())
@@ -136,11 +135,19 @@ class Session:
             case Touch(keys):
                 self.rows.touch(_row_keys(keys))
             case Clear(job_id):
-                self.rows.remove(self.rows.keys())
+                outcome = self._clear()
                 self._send_usage()
-                self._outbox.put(Done(job_id, b"", 0, 0.0))
+                self._outbox.put(Done(job_id, bytes([outcome]), 0, 0.0))
             case Attach():
                 raise ValueError("attached already")
+
+    def _clear(self) -> RowOutcome:
+        try:
+            self.rows.remove(self.rows.keys())
+        except DeviceError as exc:
+            log.error("rows were dropped, but may come back after a crash: %s", exc)
+            return RowOutcome.FAILED
+        return RowOutcome.OK
 
     def close(self) -> None:
         """End the I/O under way and close the store."""
@@ -161,10 +168,10 @@ class Session:
         return report
 
     def _on_change(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
-        if withdrawn:
-            self._outbox.put(Withdrawn(list(withdrawn)))
-        if published:
-            self._outbox.put(Published(list(published)))
+        for start in range(0, len(withdrawn), _KEYS_PER_MESSAGE):
+            self._outbox.put(Withdrawn(list(withdrawn[start : start + _KEYS_PER_MESSAGE])))
+        for start in range(0, len(published), _KEYS_PER_MESSAGE):
+            self._outbox.put(Published(list(published[start : start + _KEYS_PER_MESSAGE])))
 
     def _send_usage(self) -> None:
         usage = self.store.usage()

@@ -43,9 +43,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     ) -> VllmServer:
         ensure_model(model)
         log = tmp_path / f"serve-{len(started)}.log"
-        serve = ServeConfig(
-            MODELS[model], config, tensor_parallel=tp, kv_cache_bytes=64 << 20
-        )
+        serve = ServeConfig(MODELS[model], config, tensor_parallel=tp, kv_cache_bytes=64 << 20)
         server = VllmServer(serve, log)
         started.append(server)
         return server.start() if wait else server

@@ -178,6 +178,7 @@ def test_kill_vllm_at_random_moments_loses_nothing_but_work(
 
 def _send_and_kill(server: VllmServer, prompt: str, delay_s: float) -> None:
     """Send a prompt and, while it is answered, kill the server."""
+
     def send() -> None:
         # The connection breaks in one of many ways: that is the point of the exercise.
         with contextlib.suppress(Exception):

@@ -10,6 +10,8 @@ from vllm.v1.kv_offload.base import (
     LookupResult as VllmLookupResult,
 )
 from vllm.v1.kv_offload.base import (
+    Locality,
+    Medium,
     OffloadingManager,
     PrepareStoreOutput,
     RequestOffloadingContext,
@@ -49,7 +51,8 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         self._manager.finish(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        return _RESULTS[self._manager.lookup(RowKey(key), req_context.req_id)]
+        below = req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL)
+        return _RESULTS[self._manager.lookup(RowKey(key), req_context.req_id, below=below)]
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         return _SOURCES[self._manager.source(RowKey(key), req_context.req_id)]
@@ -92,7 +95,10 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
 
     def reset_cache(self) -> None:
         if not self._manager.reset():
-            raise RuntimeError("kvtier: transfers to disk did not end, so the cache is not reset")
+            raise RuntimeError(
+                "kvtier: the cache is not reset: transfers to disk did not end, or the store "
+                "process is down; try again"
+            )
 
     def get_stats(self) -> Any:
         figures = None

@@ -118,7 +118,9 @@ def test_rows_come_back_into_other_slots_and_after_a_restart(
     assert client.usage.bytes_written == 8 * ROW_BYTES
     assert client.usage.budget_bytes == options.budget_bytes
     assert read_back(client, region, 3, 9, 1) == [
-        RowOutcome.OK, RowOutcome.MISSING, RowOutcome.OK,
+        RowOutcome.OK,
+        RowOutcome.MISSING,
+        RowOutcome.OK,
     ]
     assert client.usage.rows_missing == 1
     client.close()
@@ -273,7 +275,8 @@ def test_the_store_process_ends_with_a_killed_engine_and_finishes_its_writes(
 ) -> None:
     engine = subprocess.Popen(
         [sys.executable, "-c", _ENGINE, str(options.root)],
-        cwd=Path(__file__).resolve().parents[3], stdout=subprocess.PIPE,
+        cwd=Path(__file__).resolve().parents[3],
+        stdout=subprocess.PIPE,
     )
     assert engine.stdout is not None
     store = psutil.Process(int(engine.stdout.readline()))
@@ -289,7 +292,8 @@ def test_a_stranger_on_the_socket_is_told_and_left() -> None:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, "-m", "storage.service", "--fd", str(theirs.fileno())],
-        pass_fds=[theirs.fileno()], cwd=Path(__file__).resolve().parents[3],
+        pass_fds=[theirs.fileno()],
+        cwd=Path(__file__).resolve().parents[3],
     )
     theirs.close()
     ours.sendall(b"\xff" * 100)

@@ -63,7 +63,10 @@ def test_bad_values(raw: dict[str, Any], field: str, found: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
-        (_with(blocks_per_chunks=2), "blocks_per_chunks: expected a known setting (did you mean 'bl"),
+        (
+            _with(blocks_per_chunks=2),
+            "blocks_per_chunks: expected a known setting (did you mean 'bl",
+        ),
         (_with({"buget": "1GB"}), "disk.buget: expected a known setting (did you mean 'budget'?)"),
         (_with({"max_byte": 1}), "disk.max_byte: expected a known setting (one of budget, io_"),
     ],

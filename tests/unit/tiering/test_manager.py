@@ -28,6 +28,7 @@ class FakeTier:
         self.jobs: dict[int, tuple[str, list[RowKey]]] = {}
         self.touched: list[RowKey] = []
         self.closed = False
+        self.can_clear = True
         self._finished: list[FinishedJob] = []
         self._next = 0
 
@@ -48,9 +49,10 @@ class FakeTier:
         return self._submit("write", names)
 
     def clear(self) -> int:
-        self.present.clear()
+        if self.can_clear:
+            self.present.clear()
         job_id = self._submit("clear", [])
-        self.finish(job_id)
+        self.finish(job_id, RowOutcome.OK if self.can_clear else RowOutcome.FAILED)
         return job_id
 
     def touch(self, names: Sequence[RowKey]) -> None:
@@ -69,7 +71,8 @@ class FakeTier:
             self.present.update(names)
         if kind == "read" and outcome is RowOutcome.CORRUPT:
             self.present.difference_update(names)
-        self._finished.append(FinishedJob(job_id, [outcome] * len(names), 0, 0.0))
+        count = 1 if kind == "clear" else len(names)
+        self._finished.append(FinishedJob(job_id, [outcome] * count, 0, 0.0))
 
     def finish_all(self, outcome: RowOutcome = RowOutcome.OK) -> None:
         for job_id in list(self.jobs):
@@ -292,6 +295,7 @@ def test_more_chunks_than_slots_are_stored_as_far_as_they_fit() -> None:
     plan = manager.prepare_store(keys(1, 2, 3))
     assert plan is not None
     assert plan.keys == keys(1, 2)
+    assert manager.counters.stores_declined == 1
 
 
 def test_finishing_with_promotions_not_yet_sent_leaks_nothing() -> None:
@@ -315,6 +319,36 @@ def test_reset_forgets_everything_also_below() -> None:
     assert lookups(manager, "r", 1, 2, 3, 9) == [MISS] * 4
     assert manager.primary.used_count == 0
     assert is_idle(manager)
+
+
+def test_a_reset_that_the_disk_did_not_take_is_no_reset() -> None:
+    """Else a store process that is down now would serve the old rows once it is back."""
+    manager, tier, _ = make(4, 9)
+    tier.can_clear = False
+    assert not manager.reset()
+    tier.can_clear = True
+    assert manager.reset()
+    assert lookups(manager, "r", 9) == [MISS]
+
+
+def test_a_request_may_leave_the_disk_out() -> None:
+    manager, tier, _ = make(2, 9)
+    [key] = keys(9)
+    assert manager.lookup(key, "r", below=False) is MISS
+    assert tier.jobs == {}
+    store(manager, 1)
+    [key] = keys(1)
+    assert manager.lookup(key, "r", below=False) is HIT
+
+
+def test_failed_reads_are_not_counted_as_what_the_request_has() -> None:
+    manager, tier, _ = make(2, 1, 2, 3)
+    store(manager, 7)  # pinned by its write
+    assert lookups(manager, "r", 1) == [PENDING]
+    manager.end_step()
+    tier.finish(2, RowOutcome.FAILED)
+    manager.poll()
+    assert lookups(manager, "r", 2, 3) == [PENDING, RETRY], "another's slot will be free"
 
 
 def test_without_a_disk_the_region_alone_serves() -> None:

@@ -91,7 +91,8 @@ def test_a_full_real_tmpfs(tmp_path: Path) -> None:
     mount.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)],
-        check=False, capture_output=True,
+        check=False,
+        capture_output=True,
     )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode().strip()}")
@@ -145,7 +146,8 @@ def test_what_a_killed_engine_left_is_removed_and_a_living_one_is_not(memory_pat
     for name in ("dead", "alive"):
         engine = subprocess.Popen(
             [sys.executable, "-c", _ENGINE, str(memory_path), name],
-            cwd=ROOT, stdout=subprocess.PIPE,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
         )
         engines.append(engine)
         assert engine.stdout is not None
@@ -157,7 +159,8 @@ def test_what_a_killed_engine_left_is_removed_and_a_living_one_is_not(memory_pat
         assert list(dead_regions(memory_path)) == [region_path("dead", memory_path)]
         region = Region.create("next", layout(), 8192, directory=memory_path)
         assert sorted(path.name for path in memory_path.iterdir()) == [
-            "kvtier-alive.region", "kvtier-next.region",
+            "kvtier-alive.region",
+            "kvtier-next.region",
         ]
         assert remove_dead_regions(memory_path) == 0
         region.close()

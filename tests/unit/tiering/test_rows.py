@@ -76,9 +76,7 @@ def test_known_rows(worker_bytes: int, ranks: int, without: int, with_dedup: int
 
 def test_single_copies_make_the_same_row_at_every_tp() -> None:
     layers = [LayerFacts("a", 3072, max_tp_shards=1), LayerFacts("b", 640, max_tp_shards=1)]
-    rows = {
-        RowLayout.of(layers, Parallelism(tp=n, world_size=n), 2).layers for n in (1, 2, 4, 8)
-    }
+    rows = {RowLayout.of(layers, Parallelism(tp=n, world_size=n), 2).layers for n in (1, 2, 4, 8)}
     assert len(rows) == 1
 
 

@@ -15,7 +15,9 @@ def write_safetensors(path: Path, tensors: dict[str, bytes]) -> None:
     header, offset = {}, 0
     for name, data in tensors.items():
         header[name] = {
-            "dtype": "U8", "shape": [len(data)], "data_offsets": [offset, offset + len(data)],
+            "dtype": "U8",
+            "shape": [len(data)],
+            "data_offsets": [offset, offset + len(data)],
         }
         offset += len(data)
     encoded = json.dumps(header).encode()
