@@ -201,7 +201,7 @@ class SimulatedEngine:
         have no other threads."""
         self.shape = shape
         engine_id = engine_id or f"simulated-{os.getpid()}-{time.monotonic_ns()}"
-        context = multiprocessing.get_context(start_method)
+        context: Any = multiprocessing.get_context(start_method)
         self._ranks: list[tuple[Any, Connection]] = []
         self._free_blocks = list(range(shape.device_blocks))
         self._requests = 0

@@ -1,4 +1,4 @@
-"""The settings of an engine, as they stand in `kv_connector_extra_config`.  Validated once, here."""
+"""The settings of an engine, as in `kv_connector_extra_config`.  Validated once, here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget: str | int
     """Physical bytes that everything under `root` may use, over all models."""
     segment_size: str | int | None = None
-    """About how large one file of a new namespace is.  Default: 1/512 of the budget, 4 MiB to 1 GiB."""
+    """About how large one file of a new namespace is.  Default: budget / 512, 4 MiB to 1 GiB."""
     io_threads: int = 4
     """Threads that read and write; at least 1."""
     reserve: str | int | None = None
@@ -107,7 +107,8 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
     reserve = 0 if disk.reserve in (0, "0") else disk.reserve
     if reserve:
         reserve = parse_size(reserve, f"{where}.reserve")
-    assert not isinstance(reserve, str) and not isinstance(segment, str)
+    assert not isinstance(reserve, str)
+    assert not isinstance(segment, str)
     return StoreOptions(
         root=Path(disk.root).expanduser().absolute(),
         budget_bytes=budget,

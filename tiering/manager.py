@@ -1,9 +1,9 @@
 """TieringManager: which chunks live where, and when they move.  Engine-neutral; touches no bytes.
 
 The way of a chunk: `prepare_store` gives it a slot, workers copy it there, `complete_store`
-publishes it and cascades it to disk.  Later `lookup` finds it in the region (HIT), or on disk: then
-it gets a slot, is promoted (HIT_PENDING) and found at the next lookup.  `prepare_load` pins it while
-workers copy it to the device, `complete_load` lets it go.
+publishes it and cascades it to disk.  Later `lookup` finds it in the region (HIT), or on disk:
+then it gets a slot, is promoted (HIT_PENDING) and found at the next lookup.  `prepare_load` pins it
+while workers copy it to the device, `complete_load` lets it go.
 
 Holds.  Between the first lookup of a request and its `prepare_load`, the chunks found for it must
 not be evicted for others, or two requests could take each other's chunks for ever.  A request holds

@@ -61,7 +61,7 @@ class Region:
     def __init__(self, fd: int, path: Path, *, populate: bool) -> None:
         head = os.pread(fd, _HEAD.size, 0)
         magic, state, layout_bytes, rows_offset, row_count, file_bytes = _HEAD.unpack(head)
-        assert magic == _MAGIC and state == _MADE, "attached before it was made"
+        assert (magic, state) == (_MAGIC, _MADE), "attached before it was made"
         self.fd = fd
         self.path = path
         self.layout = msgspec.json.decode(os.pread(fd, layout_bytes, PAGE_BYTES), type=RowLayout)

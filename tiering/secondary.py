@@ -1,4 +1,4 @@
-"""What the manager asks of a tier below the region.  `storage.service.client.StoreClient` is one."""
+"""What the manager asks of a tier below the region, such as `StoreClient`."""
 
 from __future__ import annotations
 

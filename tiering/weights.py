@@ -1,4 +1,4 @@
-"""A fingerprint of model weights: cheap enough for every start, sharp enough to tell fine-tunes apart."""
+"""A fingerprint of model weights: cheap at every start, yet it tells fine-tunes apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m storage.service --fd N`: the private store process of the engine at the other end of N."""
+"""`python -m storage.service --fd N`: the private store process of the engine behind N."""
 
 from __future__ import annotations
 

@@ -386,7 +386,7 @@ class StoreClient:
         self._reap()
 
     def _reap(self) -> bool:
-        """Whether no process is left.  Until then its threads may still use the slots of its jobs."""
+        """Whether no process is left.  Until then its threads may use the slots of its jobs."""
         if self._process is not None and self._process.poll() is None:
             return False
         self._process = None

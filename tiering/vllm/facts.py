@@ -1,4 +1,4 @@
-"""From vLLM's configuration to `tiering`'s: parallelism, per-layer facts, identity.  Decides nothing."""
+"""From vLLM's configuration to ours: parallelism, per-layer facts, identity.  Decides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VllmManager: vLLM's `OffloadingManager` in front of `TieringManager`.  Translates, decides nothing."""
+"""VllmManager: vLLM's `OffloadingManager` before `TieringManager`.  Translates, decides nothing."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
-    LookupResult as VllmLookupResult,
-)
-from vllm.v1.kv_offload.base import (
     Locality,
     Medium,
     OffloadingManager,
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
+from vllm.v1.kv_offload.base import (
+    LookupResult as VllmLookupResult,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from storage.service.client import StoreClient
 from storage.types import RowKey
-from tiering.manager import LookupResult, TieringManager, Tier, chunk_keys
+from tiering.manager import LookupResult, Tier, TieringManager, chunk_keys
 from tiering.metrics import Increments, Kind, StoreFigures, collect
 from tiering.region import Region
 

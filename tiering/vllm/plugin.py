@@ -1,4 +1,4 @@
-"""`vllm.general_plugins` entry point: runs in every process of an engine before its configuration."""
+"""`vllm.general_plugins` entry point: runs first in every process of an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ log = logging.getLogger("kvtier.vllm")
 
 
 def register() -> None:
-    """Make our log lines look like vLLM's, and name our connector so that no module path is needed."""
+    """Make our log lines look like vLLM's; name our connector, so that no module path is needed."""
     configure_logging()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -80,7 +80,7 @@ def test_another_layout_is_refused_with_both_rows(memory_path: Path) -> None:
 def test_a_region_that_does_not_fit_is_refused_and_leaves_nothing(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiering.region._available", lambda directory: 8 << 20)
+    monkeypatch.setattr("tiering.region._available", lambda _: 8 << 20)
     with pytest.raises(RegionError, match=r"cpu_bytes_to_use: a region of .* --shm-size"):
         Region.create("e", layout(), 64 << 20, directory=memory_path)
     assert list(memory_path.iterdir()) == []
@@ -152,7 +152,7 @@ def test_what_a_killed_engine_left_is_removed_and_a_living_one_is_not(memory_pat
         engines.append(engine)
         assert engine.stdout is not None
         assert engine.stdout.readline() == b"made\n"
-    dead, alive = engines
+    dead = engines[0]
     try:
         dead.send_signal(signal.SIGKILL)
         dead.wait()

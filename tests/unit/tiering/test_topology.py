@@ -8,8 +8,8 @@ from tiering.topology import (
     LayerFacts,
     Parallelism,
     kv_tp_replicas,
-    replicated_layout,
     replicas_floor,
+    replicated_layout,
     shard_count,
 )
 
