@@ -24,7 +24,7 @@ run: $(VLLM)  ## Serve a real model twice on one store: cold, then from kvtier's
 	@$(BIN)/python -m scripts.serve_demo --model $(MODEL) --tp $(TP) $(ARGS)
 
 test: check $(VLLM)  ## All tests, those with the real vLLM too
-	@$(BIN)/pytest tests $(ARGS)
+	@$(BIN)/pytest tests/integration $(ARGS)
 
 check: lint  ## Style, types and unit tests, without vLLM
 	@$(BIN)/pytest tests/unit -x -q $(ARGS)
