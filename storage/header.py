@@ -49,9 +49,7 @@ NAMESPACE_BYTES = 16  # of a namespace's fingerprint
 # magic, generation, slots, namespace, crc32c of head (with 0 here) and entries
 _TABLE_HEAD = struct.Struct(f"<8sQQ{NAMESPACE_BYTES}sI4x")
 
-MAX_SLOTS = (
-    1024  # a header of 250 KB, rewritten with each publication, is as large as it should get
-)
+MAX_SLOTS = 1024  # a table of 100 KB, rewritten with each publication, is as large as it gets
 _TARGET_SEGMENTS = 512  # of a full budget: few enough for a directory, many enough to give back
 _MIN_SEGMENT_BYTES = 4 << 20  # below this a header write costs as much as the rows it publishes
 _MAX_SEGMENT_BYTES = 1 << 30

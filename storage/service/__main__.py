@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import socket
 from typing import Annotated
@@ -25,6 +26,9 @@ def main(
     # The engine decides when its store ends: by closing the socket, or by dying.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A segment is an open file, and a large budget has more of them than the usual soft limit.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     serve(socket.socket(fileno=fd))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import threading
 import time
@@ -191,20 +190,39 @@ def _send_and_kill(server: VllmServer, prompt: str, delay_s: float) -> None:
     thread.join()
 
 
-def test_bad_settings_are_one_clear_line_at_start(
-    start_server: StartServer, tmp_path: Path
+BAD_BUDGET = (
+    "kvtier: kv_connector_extra_config.disk.budget: expected a size above 0 in bytes, or "
+    'with a unit such as "500GB" (10^9) or "1.5TiB" (2^40), got \'10XB\''
+)
+UNKNOWN_SETTING = (
+    "kvtier: kv_connector_extra_config.disk.buget: expected a known setting (did you mean "
+    "'budget'?), got 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"), [({"budget": "10XB"}, BAD_BUDGET), ({"buget": 1}, UNKNOWN_SETTING)]
+)
+def test_bad_settings_are_one_line_before_anything_starts(
+    start_server: StartServer, tmp_path: Path, setting: dict[str, object], line: str
 ) -> None:
-    config = json.loads(json.dumps(transfer_config(tmp_path / "store", budget="10XB")))
+    config = transfer_config(tmp_path / "store", **setting)
     server = start_server("tiny-llama", config, wait=False)
-    with pytest.raises(ServeError, match="ended with code"):
+    with pytest.raises(ServeError, match="ended with code 1"):
         server.start()
     log = server.log_path.read_text()
-    [line] = {
-        line.split("] ", 1)[1]
-        for line in log.splitlines()
-        if "ERROR" in line and "disk.budget" in line and "connector.py" in line
-    }
-    assert line.startswith("kv_connector_extra_config.disk.budget: expected a size")
-    assert line.endswith("got '10XB'")
+    assert log.splitlines()[-1] == line
+    assert "Traceback" not in log
     assert not (tmp_path / "store").exists()
+
+
+def test_a_store_that_cannot_be_had_ends_the_start_with_a_line_that_says_why(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    (tmp_path / "store").write_bytes(b"")  # a file where the root should be
+    server = start_server("tiny-llama", transfer_config(tmp_path / "store"), wait=False)
+    with pytest.raises(ServeError, match="ended with code"):
+        server.start()
+    lines = [li for li in server.log_path.read_text().splitlines() if "connector.py" in li]
+    assert any("ERROR" in li and f"root: mkdir {tmp_path}/store" in li for li in lines), lines
     assert not list(Path("/dev/shm").glob("kvtier-*"))

@@ -44,8 +44,8 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
         self._canonical_layout = False  # vLLM's canonical pages; our rows are another layout
         self.connector_scheduler = None
         self.connector_worker = None
+        _check(vllm_config)
         try:
-            _check(vllm_config)
             config = build_offloading_config(vllm_config, kv_cache_config)
             facts = EngineFacts.of(vllm_config, kv_cache_config)
             spec = KvtierSpec(config, facts, vllm_config)
@@ -85,5 +85,9 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
 
 
 def _check(vllm_config: Any) -> None:
-    """Refuse bad settings before anything is made."""
-    Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    """Refuse bad settings before anything is made, in a line that stands by itself."""
+    try:
+        Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    except StorageError as exc:
+        log.error("%s", exc)
+        raise

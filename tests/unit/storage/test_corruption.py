@@ -337,3 +337,25 @@ def test_rows_in_any_place_of_any_buffer(harness: StoreHarness) -> None:
     assert bytes(view) == row_of(KEYS[0], harness.row_bytes)
     assert set(memory[:123]) == set(memory[123 + harness.row_bytes :]) == {MARK}
     assert filled_rows(KEYS[:1], harness.row_bytes) == [view]
+
+
+def test_of_a_row_that_is_there_twice_the_more_recent_counts(harness: StoreHarness) -> None:
+    """As after an eviction whose header was lost: the other slot is free again."""
+    harness.write(KEYS[:4])
+    path = segment_path(harness.rows.directory, SegmentId(0))
+    old = path.read_bytes()
+    harness.rows.remove([KEYS[0]])
+    harness.write([KEYS[20]])
+    harness.write([KEYS[0]])
+    assert place_of(harness, KEYS[0]).segment == 1
+    harness.close()
+    path.write_bytes(old)
+    harness.open()
+    assert place_of(harness, KEYS[0]).segment == 1
+    assert harness.rows.keys()[-1] == KEYS[0]
+    assert harness.keys() == set(KEYS[:4])
+    assert [harness.rows.pool[number].free_count for number in (SegmentId(0), SegmentId(1))] == [
+        1,
+        3,
+    ]
+    assert outcomes(harness, KEYS[:4]) == [OK] * 4

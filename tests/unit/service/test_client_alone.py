@@ -1,0 +1,210 @@
+"""StoreClient against a store process that the test plays: what a real one rarely does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from storage.namespace import Identity
+from storage.service import client as client_module
+from storage.service.client import RegionRows, StoreClient, StoreRefused
+from storage.service.messages import Done, Published, Ready, Reply, encode_frame
+from storage.store import StoreOptions
+from storage.types import RowKey, RowOutcome
+
+KEY = RowKey(b"key")
+
+
+class PlayedStore:
+    """The other end of the socket, and a process that ends when the test says so."""
+
+    pid = 4711
+
+    def __init__(self) -> None:
+        self.connection: socket.socket | None = None
+        self.starts = 0
+        self.is_killed = False
+        self.has_ended = False
+
+    def spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        self.is_killed = self.has_ended = False
+        self.connection = connection.dup()
+        self.say(Ready())
+        return cast("subprocess.Popen[bytes]", self)
+
+    def say(self, *replies: Reply) -> None:
+        assert self.connection is not None
+        self.connection.sendall(encode_frame(list(replies)))
+
+    def hang_up(self) -> None:
+        assert self.connection is not None
+        self.connection.close()
+
+    def poll(self) -> int | None:
+        return 0 if self.has_ended else None
+
+    def wait(self, timeout: float) -> int:
+        if not self.has_ended:
+            raise subprocess.TimeoutExpired("store", timeout)
+        return 0
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def store() -> Iterator[PlayedStore]:
+    played = PlayedStore()
+    yield played
+    if played.connection is not None:
+        played.hang_up()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def client(store: PlayedStore, clock: Clock) -> Iterator[StoreClient]:
+    fd = os.memfd_create("region")
+    made = StoreClient(
+        StoreOptions(Path("/nowhere"), 1 << 20),
+        Identity("model", {}),
+        RegionRows(fd, 4096, 4096, 8),
+        store.spawn,
+        clock,
+    )
+    os.close(fd)
+    made.connect(5.0)
+    yield made
+    store.has_ended = True
+    store.hang_up()
+    made.close()
+
+
+def test_slots_are_nobodys_until_the_process_is_gone(
+    client: StoreClient, store: PlayedStore, clock: Clock
+) -> None:
+    """A closed socket is not yet an end: a thread may hang in a read into the slot."""
+    job = client.read([KEY], [0])
+    store.hang_up()
+    assert client.poll() == []
+    assert not client.is_up
+    clock.now += 1000.0
+    assert client.poll() == [], "still alive"
+    assert store.starts == 1, "two processes on one region"
+    store.has_ended = True
+    [finished] = client.poll()
+    assert finished.job_id == job
+    assert finished.outcomes == [RowOutcome.FAILED]
+    assert store.starts == 2
+    assert client.poll() == []
+    assert client.is_up
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Done(999, bytes([0]), 0, 0.0),
+        Done(0, b"", 0, 0.0),
+        Done(0, bytes([0, 0]), 0, 0.0),
+        Done(0, bytes([77]), 0, 0.0),
+    ],
+    ids=["unknown job", "no outcome", "too many outcomes", "unknown outcome"],
+)
+def test_a_store_that_talks_nonsense_is_killed_and_its_jobs_fail(
+    client: StoreClient, store: PlayedStore, reply: Any
+) -> None:
+    assert client.write([KEY], [0]) == 0
+    store.say(reply)
+    assert client.poll() == []
+    assert store.is_killed
+    store.has_ended = True
+    [finished] = client.poll()
+    assert (finished.job_id, finished.outcomes) == (0, [RowOutcome.FAILED])
+
+
+def test_a_clear_without_a_store_has_failed(client: StoreClient, store: PlayedStore) -> None:
+    store.hang_up()
+    store.has_ended = True
+    client.poll()
+    client.clear()
+    [finished] = client.poll()
+    assert finished.outcomes == [RowOutcome.FAILED]
+
+
+def test_what_is_said_to_a_deaf_store_is_bounded(
+    client: StoreClient, store: PlayedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_UNSENT_BYTES_MAX", 10_000)
+    for _ in range(10_000):
+        client.write([KEY], [0])
+        client.touch([KEY])
+    declined = client.poll()
+    assert len(client._unsent) < 20_000
+    assert len(declined) + client.pending_jobs == 10_000
+    assert {outcome for job in declined for outcome in job.outcomes} == {RowOutcome.DECLINED}
+    client.read([KEY], [0])
+    assert client.poll()[0].outcomes == [RowOutcome.FAILED]
+    store.hang_up()
+    client.poll()
+    store.has_ended = True
+    client.poll()
+    assert client.pending_jobs == 0
+
+
+def test_closing_does_not_wait_for_ever_for_a_deaf_store(
+    client: StoreClient, store: PlayedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_EXIT_TIMEOUT_S", 0.2)
+    for _ in range(20_000):
+        client.write([KEY], [0])
+    assert len(client._unsent) > 0
+    started = time.monotonic()
+    client.close()
+    assert time.monotonic() - started < 5.0
+    assert store.is_killed
+
+
+def test_a_large_index_is_taken_in_bit_by_bit(client: StoreClient, store: PlayedStore) -> None:
+    keys = [number.to_bytes(36, "big") for number in range(3000)]
+    store.say(Published(keys))
+    deadline = time.monotonic() + 5.0
+    while len(client) < 3000:
+        assert time.monotonic() < deadline
+        client.poll()
+
+
+def test_a_store_that_ends_at_once_is_a_refusal(store: PlayedStore) -> None:
+    def spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
+        connection.shutdown(socket.SHUT_RDWR)
+        store.has_ended = True
+        return cast("subprocess.Popen[bytes]", store)
+
+    fd = os.memfd_create("region")
+    refused = StoreClient(
+        StoreOptions(Path("/nowhere"), 1 << 20),
+        Identity("model", {}),
+        RegionRows(fd, 4096, 4096, 8),
+        spawn,
+    )
+    os.close(fd)
+    with pytest.raises(StoreRefused, match="ended at start"):
+        refused.connect(5.0)
