@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from storage.errors import ConfigError
-from tiering.config import Config
+from tiering.config import Config, DiskSettings
+
+ROOT = Path(__file__).resolve().parents[3]
 
 GOOD: dict[str, Any] = {
     "cpu_bytes_to_use": "1GiB",
@@ -75,3 +80,16 @@ def test_unknown_settings_are_refused_by_name(raw: dict[str, Any], text: str) ->
     with pytest.raises(ConfigError) as error:
         Config.parse(raw)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "deployments").glob("*.json")))
+def test_presets_are_valid(path: Path) -> None:
+    preset = json.loads(path.read_text())
+    assert preset["kv_connector"] == "KvtierConnector"
+    Config.parse(preset["kv_connector_extra_config"])
+
+
+def test_the_readme_shows_every_setting_of_the_disk() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for field in msgspec.structs.fields(DiskSettings):
+        assert f"`disk.{field.name}`" in readme
