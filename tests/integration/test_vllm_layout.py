@@ -31,10 +31,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import _build_copy_plan, _canonical_block_sizes
 
+from storage.errors import ConfigError
 from tiering.region import Region
 from tiering.rows import RowLayout
 from tiering.topology import LayerFacts, Parallelism, kv_tp_replicas
-from tiering.vllm.facts import EngineFacts, parallelism, row_layers
+from tiering.vllm.facts import EngineFacts, identity, parallelism, row_layers
 from tiering.vllm.worker import CpuWorker, RegionView, with_row_layout
 
 
@@ -191,3 +192,108 @@ def _store_with_vllms_plan(
                 target[at : at + int(size)] = source[int(start) : int(start) + int(size)]
     targets.clear()
     view.cleanup()
+
+
+class HfConfig:
+    """Of transformers only what identity asks."""
+
+    _commit_hash: str | None = None
+
+    def __init__(self, **values: Any) -> None:
+        self.values = {"rope_theta": 10000.0, "id2label": {0: "a"}, **values}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.values, "_name_or_path": "anywhere", "transformers_version": "5"}
+
+
+def engine_identity(model: Path, tp: int = 1, **changes: Any) -> str:
+    """The fingerprint of an engine that differs from the plain one in `changes`."""
+    values = {
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "kv_dtype": "bfloat16",
+        "layout": "LBHNC",
+        "v2": False,
+        "hash": "sha256",
+        "tokens": 16,
+        "rope_theta": 10000.0,
+        "backend": None,
+        **changes,
+    }
+    vllm_config: Any = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(
+            model=str(model),
+            revision=None,
+            dtype=values["dtype"],
+            quantization=values["quantization"],
+            hf_config=HfConfig(rope_theta=values["rope_theta"]),
+        ),
+        cache_config=types.SimpleNamespace(prefix_caching_hash_algo=values["hash"]),
+        attention_config=types.SimpleNamespace(backend=values["backend"]),
+        use_v2_model_runner=values["v2"],
+    )
+    offloading: Any = types.SimpleNamespace(
+        model=types.SimpleNamespace(dtype=values["kv_dtype"]),
+        kv_cache_layout=values["layout"],
+        cache=types.SimpleNamespace(tokens_per_hash=values["tokens"]),
+        groups=[types.SimpleNamespace(tokens_per_block=values["tokens"], layer_names=("a", "b"))],
+    )
+    facts = [LayerFacts("a", 512, values.get("shards", 1)), LayerFacts("b", 512, 1)]
+    layout = RowLayout.of(
+        facts, Parallelism(tp=tp, world_size=tp), values.get("blocks_per_chunk", 1)
+    )
+    return identity(vllm_config, offloading, layout).fingerprint
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.bin").write_bytes(bytes(1000))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float16},
+        {"quantization": "fp8"},
+        {"kv_dtype": "fp8_e4m3"},
+        {"layout": "LBNHC"},
+        {"v2": True},
+        {"hash": "sha256_cbor"},
+        {"tokens": 32},
+        {"rope_theta": 1e6},
+        {"blocks_per_chunk": 2},
+        {"backend": "FLASH_ATTN"},
+        {"tp": 2, "shards": 2},
+    ],
+    ids=str,
+)
+def test_identity_tells_apart_what_shapes_the_bytes(model: Path, change: dict[str, Any]) -> None:
+    assert engine_identity(model, **change) != engine_identity(model)
+
+
+def test_identity_follows_the_weights_and_not_the_path(model: Path, tmp_path: Path) -> None:
+    before = engine_identity(model)
+    moved = tmp_path / "elsewhere" / "model"
+    moved.parent.mkdir()
+    model.rename(moved)
+    assert engine_identity(moved) == before
+    (moved / "model.bin").write_bytes(b"\1" + bytes(999))
+    assert engine_identity(moved) != before
+
+
+def test_identity_of_single_copies_is_the_same_at_every_tp(model: Path) -> None:
+    assert engine_identity(model, tp=2) == engine_identity(model, tp=1)
+    assert engine_identity(model, tp=2, shards=None) != engine_identity(model, tp=1, shards=None)
+
+
+def test_identity_refuses_what_it_cannot_establish(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED"):
+        engine_identity(model, hash="xxhash")
+    with pytest.raises(ConfigError, match="--revision: expected a commit"):
+        engine_identity(Path("org/model"))

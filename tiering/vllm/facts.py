@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from storage.errors import ConfigError
@@ -128,6 +129,8 @@ def identity(vllm_config: Any, offloading_config: Any, layout: RowLayout) -> Ide
         "quantization": model.quantization,
         "kv_cache_dtype": offloading_config.model.dtype,
         "kv_cache_layout": offloading_config.kv_cache_layout,
+        "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
+        "attention_backend": str(vllm_config.attention_config.backend),
         "model_runner": 2 if vllm_config.use_v2_model_runner else 1,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": _hash_seed(cache.prefix_caching_hash_algo),
