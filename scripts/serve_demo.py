@@ -31,6 +31,7 @@ from scripts.demo_prompts import DemoPrompt, prompts
 from scripts.make_model import ModelError, ensure_model
 from scripts.models import MODELS, ROOT, ModelPreset
 from scripts.serving import Completion, Metrics, ServeConfig, ServeError, VllmServer
+from storage.testing.rows import bytes_on_disk
 
 ANSWER_TOKENS = 24
 SPEEDUP_MIN = 2.0  # median cold over median warm time to the first token
@@ -138,11 +139,6 @@ def same_answer(cold: Answered, warm: Answered) -> bool:
 # -- the store, seen from outside --------------------------------------------
 
 
-def allocated_bytes(root: Path) -> int:
-    """The physical bytes of all files under `root`; 0 when it is not there."""
-    return sum(path.lstat().st_blocks * 512 for path in root.rglob("*"))
-
-
 def rows_on_disk(root: Path) -> list[RowsOnDisk]:
     """The rows array of every namespace under `root`."""
     found = []
@@ -215,7 +211,7 @@ def drain(server: VllmServer, root: Path) -> None:
         nonlocal last, quiet_since
         # Counters move when the engine steps: a request of one token makes it.
         server.complete("x", 1, ignore_eos=True)
-        now = (written_bytes(server.metrics()), allocated_bytes(root))
+        now = (written_bytes(server.metrics()), bytes_on_disk(root))
         if now != last:
             last, quiet_since = now, time.monotonic()
         return time.monotonic() - quiet_since > DRAIN_QUIET_S
@@ -249,7 +245,7 @@ def serve_once(
         disk = DiskUse(
             gauge(metrics, "kvtier:disk_used_bytes"),
             gauge(metrics, "kvtier:disk_budget_bytes"),
-            allocated_bytes(root),
+            bytes_on_disk(root),
         )
     return Phase(answered, server.ready_s, disk)
 

@@ -1,8 +1,6 @@
-"""What tests ask of the machine: processes and bytes, seen from outside."""
+"""Store processes, seen from outside."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import psutil
 
@@ -15,15 +13,3 @@ def store_processes() -> list[psutil.Process]:
         if is_store and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
-
-
-def allocated_bytes(root: Path) -> int:
-    """Physical bytes of all regular files under `root`, also while they come and go."""
-    total = 0
-    for path in root.rglob("*"):
-        try:
-            stat = path.lstat()
-        except FileNotFoundError:
-            continue
-        total += stat.st_blocks * 512 if path.is_file() else 0
-    return total

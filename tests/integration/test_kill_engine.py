@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from storage.namespace import METADATA, ROWS
-from tests.integration.processes import allocated_bytes, store_processes
+from storage.testing.rows import bytes_on_disk
+from tests.integration.processes import store_processes
 
 ROUNDS = 60  # with the 200 of test_kill_store; each also opens, serves and checks
 BUDGET_BYTES = 3_000_000  # rows are evicted all the time
@@ -81,7 +82,7 @@ def test_kill_of_the_engine_at_random_moments(tmp_path: Path) -> None:
             time.sleep(moment.uniform(0.0, 0.4))
             os.killpg(int(pid), signal.SIGKILL)
             assert nursery.stdout.readline() == "gone\n"
-            assert allocated_bytes(root) <= BUDGET_BYTES
+            assert bytes_on_disk(root) <= BUDGET_BYTES
     finally:
         nursery.kill()
         nursery.communicate()

@@ -14,6 +14,7 @@ from scripts.serve_demo import rows_on_disk
 from scripts.serving import Metrics, ServeError, VllmServer
 from storage.header import SegmentGeometry
 from storage.namespace import read_geometry
+from storage.testing.rows import bytes_on_disk
 from tests.integration.conftest import (
     StartServer,
     answers,
@@ -21,7 +22,7 @@ from tests.integration.conftest import (
     needs_vllm,
     transfer_config,
 )
-from tests.integration.processes import allocated_bytes, store_processes
+from tests.integration.processes import store_processes
 from tests.integration.zarr_reading import assert_zarr_equals_store
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
@@ -69,7 +70,7 @@ def test_cold_restarted_warm_then_zarr_then_corrupt(
     metrics = _settled(server)
     assert _disk_tokens(metrics) == 0
     assert metrics.value("kvtier:disk_budget_bytes") == 256_000_000
-    assert 0 < allocated_bytes(root) <= metrics.value("kvtier:disk_used_bytes") <= 256_000_000
+    assert 0 < bytes_on_disk(root) <= metrics.value("kvtier:disk_used_bytes") <= 256_000_000
     rows = int(metrics.value("kvtier:disk_rows"))
     assert rows > 0
     server.stop()
@@ -167,7 +168,7 @@ def test_kill_vllm_at_random_moments_loses_nothing_but_work(
         server = start_server("tiny-llama", config)
         assert not list(Path("/dev/shm").glob("kvtier-*")), "a region leaked"
         assert not list(root.rglob("*.partial")), "a half-made file leaked"
-        assert allocated_bytes(root) <= 8_000_000
+        assert bytes_on_disk(root) <= 8_000_000
         assert answers(server, PROMPTS) == expected
     assert server.metrics().value("kvtier:rows_read_total", outcome="corrupt") == 0
     server.stop()
