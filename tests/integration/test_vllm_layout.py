@@ -36,6 +36,7 @@ from tiering.region import Region
 from tiering.rows import RowLayout
 from tiering.topology import LayerFacts, Parallelism, kv_tp_replicas
 from tiering.vllm.facts import EngineFacts, identity, parallelism, row_layers
+from tiering.vllm.spec import _refuse_what_cannot_share
 from tiering.vllm.worker import CpuWorker, RegionView, with_row_layout
 
 
@@ -297,3 +298,11 @@ def test_identity_refuses_what_it_cannot_establish(
         engine_identity(model, hash="xxhash")
     with pytest.raises(ConfigError, match="--revision: expected a commit"):
         engine_identity(Path("org/model"))
+
+
+def test_ranks_that_cannot_share_one_region_are_refused_at_once() -> None:
+    _refuse_what_cannot_share(Parallelism(tp=8, world_size=8))
+    with pytest.raises(ConfigError, match="--distributed-executor-backend"):
+        _refuse_what_cannot_share(Parallelism(tp=8, world_size=8, shares_region=False))
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size: expected 1"):
+        _refuse_what_cannot_share(Parallelism(tp=2, pp=2, world_size=4))

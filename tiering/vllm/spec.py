@@ -20,6 +20,7 @@ from tiering.metrics import ALL, Kind
 from tiering.primary import PrimaryTier
 from tiering.region import Region
 from tiering.rows import RowLayout, one_line
+from tiering.topology import Parallelism
 from tiering.vllm.facts import EngineFacts, identity, row_layers
 from tiering.vllm.manager import VllmManager
 from tiering.vllm.worker import make_worker
@@ -42,6 +43,7 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
                 '"KvtierConnector" (kv_connector_module_path "tiering.vllm.connector")',
                 "OffloadingConnector",
             )
+        _refuse_what_cannot_share(facts.parallel)
         self._config = Config.parse(config.extra_config)
         self._facts = facts
         self._vllm_config = vllm_config
@@ -111,3 +113,16 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
             len(client),
         )
         return client
+
+
+def _refuse_what_cannot_share(parallel: Parallelism) -> None:
+    """One region of equal rows is all that there is so far: every rank must map it and hold the
+    same layers.  Raises `ConfigError`."""
+    if not parallel.shares_region:
+        raise ConfigError(
+            "--distributed-executor-backend",
+            '"mp" with all ranks on this node: they share one region',
+            f"{parallel.world_size} ranks that do not",
+        )
+    if parallel.pp > 1:
+        raise ConfigError("--pipeline-parallel-size", "1: ranks of equal layers", parallel.pp)
