@@ -114,6 +114,7 @@ class TieringManager:
         self._holders: dict[RowKey, set[str]] = {}
         self._reads: dict[int, list[RowKey]] = {}  # job id -> chunks READING
         self._writes: dict[int, list[RowKey]] = {}  # job id -> chunks pinned for it
+        self._was_reset = False
         self._failed_reads: dict[RowKey, float] = {}  # key -> when to try again
         self._clearing: int | None = None  # job id
         self._is_cleared = False  # what came of the last such job
@@ -311,7 +312,7 @@ class TieringManager:
             self._cascade([key for key in ordered if key not in self.secondary])
 
     def _cascade(self, keys: list[RowKey]) -> None:
-        if keys and self.secondary is not None:
+        if keys and self.secondary is not None and not self._was_reset:
             self._writes[self.secondary.write(keys, self.primary.pin(keys))] = keys
 
     # -- steps ----------------------------------------------------------------------------------
@@ -391,7 +392,13 @@ class TieringManager:
         Waits for the store's transfers; those of workers are the engine's to end or disown.  False
         if they do not end in time, or if the store does not say that its rows are gone, as when
         its process is down: then chunks are still found, and the caller must try again.
+
+        From here on nothing is written to disk: the namespace is that of the weights which this
+        engine started with, and nobody says which it has now.  A restart establishes them anew.
         """
+        if self.secondary is not None and not self._was_reset:
+            log.warning("the cache was reset: no more writes to disk until the engine restarts")
+        self._was_reset = True
         for request in self._requests.values():
             self.primary.abandon(request.promoting)
             self._forget_holders(request.promoting)

@@ -80,7 +80,10 @@ def test_kill_of_the_engine_at_random_moments(tmp_path: Path) -> None:
             assert word == "up"
             assert _regions(int(pid)) == [], "the region has a name while it is in use"
             time.sleep(moment.uniform(0.0, 0.4))
-            os.killpg(int(pid), signal.SIGKILL)
+            if number % 2:
+                os.killpg(int(pid), signal.SIGKILL)
+            else:
+                _kill_all_but_the_store(int(pid))
             assert nursery.stdout.readline() == "gone\n"
             assert bytes_on_disk(root) <= BUDGET_BYTES
     finally:
@@ -92,6 +95,15 @@ def test_kill_of_the_engine_at_random_moments(tmp_path: Path) -> None:
     assert sum(from_disk for _, from_disk in lines) > ROUNDS, "hardly anything came from disk"
     assert not list(root.rglob("*.partial"))
     assert list(root.glob(f"*/{ROWS}/{METADATA}"))
+
+
+def _kill_all_but_the_store(pid: int) -> None:
+    """Scheduler and ranks at once; the store process then ends by itself, and writes meanwhile."""
+    stores = {process.pid for process in store_processes()}
+    engine = psutil.Process(pid)
+    for process in [engine, *engine.children(recursive=True)]:
+        if process.pid not in stores:
+            process.kill()
 
 
 def _regions(pid: int) -> list[str]:

@@ -10,6 +10,7 @@ from storage.service.messages import (
     Done,
     FrameSplitter,
     Read,
+    Request,
     Touch,
     encode_frame,
     reply_decoder,
@@ -19,7 +20,9 @@ from storage.service.messages import (
 
 @given(st.lists(st.lists(st.binary(min_size=1, max_size=40), max_size=5), max_size=5), st.data())
 def test_frames_may_arrive_in_any_pieces(batches: list[list[bytes]], data: st.DataObject) -> None:
-    sent = [[Touch(keys), Read(len(keys), keys, list(range(len(keys))))] for keys in batches]
+    sent: list[list[Request]] = [
+        [Touch(keys), Read(len(keys), keys, list(range(len(keys))))] for keys in batches
+    ]
     stream = b"".join(encode_frame(messages) for messages in sent)
     splitter = FrameSplitter()
     received = []

@@ -321,6 +321,15 @@ def test_reset_forgets_everything_also_below() -> None:
     assert is_idle(manager)
 
 
+def test_after_a_reset_nothing_is_written_under_the_name_of_the_old_weights() -> None:
+    manager, tier, _ = make(4)
+    assert manager.reset()
+    manager.poll()
+    store(manager, 1)
+    assert tier.jobs == {}
+    assert lookups(manager, "r", 1) == [HIT], "the region goes on"
+
+
 def test_a_reset_that_the_disk_did_not_take_is_no_reset() -> None:
     """Else a store process that is down now would serve the old rows once it is back."""
     manager, tier, _ = make(4, 9)

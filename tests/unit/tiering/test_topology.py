@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ GQA2 = LayerFacts("gqa2", 1024, max_tp_shards=2)
 UNKNOWN = LayerFacts("unknown", 1024)
 
 
-def tp(size: int, **other: int) -> Parallelism:
+def tp(size: int, **other: Any) -> Parallelism:
     return Parallelism(tp=size, world_size=size, **other)
 
 

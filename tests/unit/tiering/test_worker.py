@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +88,7 @@ MIXED = [
 
 
 @pytest.fixture
-def directory(memory_path: Path) -> Iterator[Path]:
+def directory(memory_path: Path) -> Path:
     return memory_path
 
 
