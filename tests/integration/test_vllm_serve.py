@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from scripts.serve_demo import rows_on_disk
@@ -178,11 +179,13 @@ def test_kill_vllm_at_random_moments_loses_nothing_but_work(
 
 def _send_and_kill(server: VllmServer, prompt: str, delay_s: float) -> None:
     """Send a prompt and, while it is answered, kill the server."""
+    body = {"model": server.config.preset.name, "prompt": prompt, "max_tokens": 64}
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
 
     def send() -> None:
-        # The connection breaks in one of many ways: that is the point of the exercise.
-        with contextlib.suppress(Exception):
-            server.complete(prompt, 64, ignore_eos=True)
+        # With a connection of its own: `kill` closes the server's while this one waits.
+        with contextlib.suppress(httpx.HTTPError):  # the point of the exercise
+            httpx.post(url, json=body, timeout=DRAIN_TIMEOUT_S, trust_env=False)
 
     thread = threading.Thread(target=send)
     thread.start()
