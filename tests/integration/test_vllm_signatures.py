@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
 import textwrap
@@ -275,13 +274,6 @@ def broken_promises(cls: type, version: str) -> Iterator[str]:
             yield f"{where} is a property there, and is assigned to here"
 
 
-def module_or_skip(name: str) -> Any:
-    """Skip only while the module is not written; a module that fails to import is a failure."""
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not written yet")
-    return importlib.import_module(name)
-
-
 def subclasses(cls: type) -> Iterator[type]:
     children: list[type] = cls.__subclasses__()
     for child in children:
@@ -292,14 +284,14 @@ def subclasses(cls: type) -> Iterator[type]:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("module", "name"), OUR_CLASSES)
 def test_our_class_takes_every_call(module: str, name: str, version: str) -> None:
-    cls = getattr(module_or_skip(module), name)
+    cls = getattr(importlib.import_module(module), name)
     assert recorded_bases(cls, version), f"{name} subclasses no recorded class of vllm {version}"
     assert list(broken_promises(cls, version)) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_workers_take_every_call(version: str) -> None:
-    module_or_skip(OUR_WORKERS)
+    importlib.import_module(OUR_WORKERS)
     from vllm.v1.kv_offload.base import OffloadingWorker
 
     workers = [cls for cls in subclasses(OffloadingWorker) if cls.__module__.startswith("tiering.")]
