@@ -125,7 +125,6 @@ class StoreClient:
         self._spawn = spawn
         self._now = now
         self._keys: set[bytes] = set()
-        self._withdrawn: list[RowKey] = []
         self._jobs: dict[int, int] = {}  # job id -> number of outcomes
         self._next_job_id = 0
         self._finished: list[FinishedJob] = []
@@ -248,11 +247,6 @@ class StoreClient:
         finished, self._finished = self._finished, []
         return finished
 
-    def take_withdrawn(self) -> list[RowKey]:
-        """Keys that left the store since the last call."""
-        withdrawn, self._withdrawn = self._withdrawn, []
-        return withdrawn
-
     def _submit(self, request: Read | Write | Clear) -> int:
         self._next_job_id += 1
         count = 1 if isinstance(request, Clear) else len(request.keys)
@@ -359,7 +353,6 @@ class StoreClient:
                 self._keys.update(keys)
             case Withdrawn(keys):
                 self._keys.difference_update(keys)
-                self._withdrawn += [RowKey(key) for key in keys]
             case Usage():
                 self.usage = reply
             case Attached(pid, slots_per_segment, segment_bytes, direct):
