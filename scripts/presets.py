@@ -1,0 +1,105 @@
+"""Presets of models: what each kind of layer stores, so that a row can be sized without the model.
+
+One JSON file per model in `configs/models/`.  Checked once, by `load_preset`; the inside trusts it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import msgspec
+
+from storage.errors import ConfigError, StorageError
+from tiering.topology import LayerFacts
+
+PRESETS = Path(__file__).resolve().parents[1] / "configs" / "models"
+
+
+class PresetError(StorageError):
+    """A preset that can't be used: which file, where in it, and why."""
+
+
+class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`count` layers that store the same."""
+
+    kind: str
+    count: int
+    page_bytes: int
+    """Bytes of one block of one shard: what a rank holds of one layer once TP >= `max_tp_shards`,
+    padding included."""
+    max_tp_shards: int | None
+    """Into how many distinct shards a layer splits: 1 for MLA and its companions, KV heads for
+    MHA and GQA, null for what is never taken as replicated."""
+
+    def facts(self, tp: int) -> list[LayerFacts]:
+        """The layers as a rank of `tp` holds them.  Raises `ConfigError` for uneven shards."""
+        shards = self.max_tp_shards or tp
+        if shards % tp and tp % shards:
+            raise ConfigError("tp", f"a divisor or a multiple of {shards} ({self.kind})", tp)
+        page_bytes = self.page_bytes * max(1, shards // tp)
+        return [
+            LayerFacts(f"{self.kind} {number}", page_bytes, self.max_tp_shards)
+            for number in range(self.count)
+        ]
+
+
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model as its engine stores it."""
+
+    model: str
+    tp: tuple[int, ...]
+    """The TP sizes that it is usually served with."""
+    tokens_per_block: int
+    layers: tuple[LayerKind, ...]
+    note: str
+    """Where the figures come from, for people."""
+    measured_worker_bytes: int | None = None
+    """Bytes of one block on one rank as a running engine reported them, at every size in `tp`."""
+
+    def facts(self, tp: int) -> list[LayerFacts]:
+        """All layers, in the order of the row.  Raises `ConfigError` for uneven shards."""
+        return [layer for kind in self.layers for layer in kind.facts(tp)]
+
+
+def load_preset(name: str) -> Preset:
+    """The preset `name` of `configs/models/`, or the one in the file `name` if that ends in .json.
+
+    Raises `PresetError` that names the file and the key.
+    """
+    if name.endswith(".json"):
+        return read_preset(Path(name))
+    if name not in preset_names():
+        near = difflib.get_close_matches(name, preset_names(), 1, 0.3) or preset_names()
+        raise PresetError(f"preset: no {name!r}; did you mean {', '.join(near)}?")
+    return read_preset(PRESETS / f"{name}.json")
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.json"))
+
+
+def read_preset(path: Path) -> Preset:
+    """Raises `PresetError` for a file that is not there, not a preset, or contradicts itself."""
+    try:
+        preset = msgspec.json.decode(path.read_bytes(), type=Preset)
+    except OSError as exc:
+        raise PresetError(f"{path}: {exc.strerror}") from exc
+    except msgspec.DecodeError as exc:
+        raise PresetError(f"{path}: {exc}") from exc
+    numbers = [preset.tokens_per_block, *preset.tp]
+    for kind in preset.layers:
+        numbers += [kind.count, kind.page_bytes, kind.max_tp_shards or 1]
+    if not preset.layers or not preset.tp or min(numbers) < 1:
+        raise PresetError(f"{path}: expected a layer, a TP size, and numbers above 0 throughout")
+    for tp in preset.tp:
+        try:
+            found = sum(layer.page_bytes for layer in preset.facts(tp))
+        except ConfigError as exc:
+            raise PresetError(f"{path}: {exc}") from exc
+        if preset.measured_worker_bytes not in (None, found):
+            raise PresetError(
+                f"{path}: measured_worker_bytes: the layers add up to {found} bytes at TP {tp}, "
+                f"got {preset.measured_worker_bytes}"
+            )
+    return preset
