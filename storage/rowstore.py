@@ -10,7 +10,10 @@ The way of a write (`_write_part`, on an I/O thread):
     write     rows and trailers, O_DIRECT from the caller's buffers
     publish   name the rows in the table, write the header, then add them to the index
 
-so a crash at any point leaves old rows, new rows or free slots, never a new row under an old name.
+A header write is small, but waits its turn behind the rows in the device's queue; so a part is many
+rows, and each step is done for all of them, once per segment.
+
+So a crash at any point leaves old rows, new rows or free slots, never a new row under an old name.
 Rows of the job itself are not evicted for it: a chain without its head can't be hit.
 Nothing is synced: a power cut may lose or mix any of these writes, and the checksum in the key
 table makes what it mixed a miss.
@@ -18,6 +21,7 @@ table makes what it mixed a miss.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
@@ -42,9 +46,19 @@ __all__ = ["JobResult", "RowCounters", "RowStore"]
 
 log = logging.getLogger("kvtier.storage")
 
-_PART_BYTES = 8 << 20  # of a job per task: large enough for one call's worth, small enough to share
+Placed = tuple[Location, int]  # a slot, and the position in a part of the row that goes there
+
+_READ_PART_BYTES = 8 << 20  # of a job per task: small enough to share a job among the threads
+_WRITE_PART_BYTES = 32 << 20  # two header writes per part: they must not outweigh its rows
+_CALL_BYTES = 8 << 20  # to the device at once: more gains nothing, and holds up who waits behind
 READ_DEADLINE_S = 10.0  # in the queue; a prefill is quicker than that
 WRITE_DEADLINE_S = 30.0  # in the queue; the region pins its rows meanwhile
+
+
+def rows_per_call(row_bytes: int) -> int:
+    """How many rows one call to the device moves at most."""
+    return max(1, min(ROWS_PER_CALL, _CALL_BYTES // row_bytes))
+
 
 # Of a read: the fault is in this place on the disk, and stays there until it is overwritten.
 _BAD_PLACE_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
@@ -240,7 +254,8 @@ class RowStore:
         if not keys:
             on_done(JobResult([], 0, 0.0))
             return
-        rows = max(1, min(ROWS_PER_CALL, _PART_BYTES // self.row_bytes))
+        part_bytes = _READ_PART_BYTES if queue is Queue.READ else _WRITE_PART_BYTES
+        rows = max(1, part_bytes // self.row_bytes)
         starts = range(0, len(keys), rows)
         job = Job(keys, self.row_bytes, len(starts), on_done)
         deadline = time.monotonic() + deadline_s
@@ -293,7 +308,7 @@ class RowStore:
                     checksums[place] = int(entries["checksum"][place.slot])
                     planned.append((place, position))
         planned.sort()
-        for start, stop in _stretches([place for place, _ in planned]):
+        for start, stop in self._stretches([place for place, _ in planned]):
             stretch = planned[start:stop]
             segment = self.pool[stretch[0][0].segment]
             rows = [ReadRow(p.slot, checksums[p], part.buffers[i]) for p, i in stretch]
@@ -398,14 +413,8 @@ class RowStore:
                 for position in positions:
                     self._finish_write(part, position, RowOutcome.DECLINED)
                 break
-            for start, stop in _stretches(places):
-                try:
-                    done = self._write_stretch(part, places[start:stop], positions[start:stop])
-                except BaseException:  # a bug; the slots must be free all the same
-                    self._give_back(places[start:])
-                    raise
-                if not done:
-                    refused += positions[start:stop]
+            taken = list(zip(places, positions, strict=False))
+            refused += self._write_taken(part, taken)
             positions = positions[len(places) :]
         return refused
 
@@ -433,51 +442,78 @@ class RowStore:
             self._announce((), victims)
             return places
 
-    def _write_stretch(self, part: Part, places: list[Location], positions: list[int]) -> bool:
-        """Write consecutive slots of one segment and publish them.
+    def _write_taken(self, part: Part, taken: list[Placed]) -> list[int]:
+        """Write rows to slots that are this part's, and publish them.
 
-        On a `DeviceError` the slots are given back; then False if the disk is full and the rows
-        may be tried elsewhere, else they are finished as failed.
+        Returns the positions that a full disk refused, their slots given back.
         """
-        owner = self._owner
-        segment = self.pool[places[0].segment]
-        slots = [place.slot for place in places]
+        by_segment = {
+            number: list(group)
+            for number, group in groupby(taken, lambda placed: placed[0].segment)
+        }
+        refused: list[int] = []
         try:
-            if not segment.named_on_disk.isdisjoint(slots):
-                segment.flush_header(owner.lock)
-            checksums = segment.write_rows(slots[0], [part.buffers[p] for p in positions])
-            with owner.lock:
-                # Last first: a chain's head is its most recent row.
-                for slot, position, checksum in reversed(
-                    list(zip(slots, positions, checksums, strict=True))
-                ):
-                    self._use_count += 1
-                    segment.name(slot, part.keys[position], checksum, self._use_count)
-                version = segment.version
-            segment.flush_header(owner.lock, version)
-        except DeviceError as exc:
-            self._give_back(places)
-            with owner.lock:
-                owner.space.write_failed(exc.errno, str(exc))
-            may_retry = is_full(exc.errno)
-            if not may_retry:
-                for position in positions:
-                    self._finish_write(part, position, RowOutcome.FAILED)
-            return not may_retry
+            for number, rows in by_segment.items():
+                try:
+                    self._write_in_segment(part, self.pool[number], rows)
+                except DeviceError as exc:
+                    refused += self._write_failed(part, rows, exc)
+        except BaseException:  # a bug; the slots must be free all the same
+            self._give_back([p for p, position in taken if position in part.unfinished])
+            raise
+        return refused
+
+    def _write_in_segment(self, part: Part, segment: Segment, rows: list[Placed]) -> None:
+        """Forget, write, publish.  On `DeviceError` none of `rows` is published."""
+        owner = self._owner
+        with owner.lock:
+            must_forget = segment.may_be_named_on_disk([place.slot for place, _ in rows])
+        if must_forget:
+            segment.forget(owner.lock)
+        checksums: list[int] = []
+        for start, stop in self._stretches([place for place, _ in rows]):
+            buffers = [part.buffers[position] for _, position in rows[start:stop]]
+            checksums += segment.write_rows(rows[start][0].slot, buffers)
+        # Last first: a chain's head is its most recent row.
+        newest_last = list(zip(rows, checksums, strict=True))[::-1]
+        with owner.lock:
+            for (place, position), checksum in newest_last:
+                self._use_count += 1
+                segment.name(place.slot, part.keys[position], checksum, self._use_count)
+            version = segment.version
+        segment.flush_header(owner.lock, version)
         with owner.lock:
             owner.space.write_succeeded()
-            for place, position in reversed(list(zip(places, positions, strict=True))):
-                key = part.keys[position]
-                self._index.publish(key, place)
-                self._policy.add(key)
+            for (place, position), _ in newest_last:
+                self._index.publish(part.keys[position], place)
+                self._policy.add(part.keys[position])
                 self._finish_write(part, position, RowOutcome.OK)
-            self._announce([part.keys[p] for p in positions], ())
-        return True
+            self._announce([part.keys[position] for _, position in rows], ())
+
+    def _write_failed(self, part: Part, rows: list[Placed], error: DeviceError) -> list[int]:
+        """Give the slots back.  The positions of rows that may be tried elsewhere, since the disk
+        is full; the others are finished as failed."""
+        owner = self._owner
+        self._give_back([place for place, _ in rows])
+        positions = [position for _, position in rows]
+        with owner.lock:
+            owner.space.write_failed(error.errno, str(error))
+        if is_full(error.errno):
+            return positions
+        for position in positions:
+            self._finish_write(part, position, RowOutcome.FAILED)
+        return []
 
     def _give_back(self, places: list[Location]) -> None:
+        """Free the slots of rows that did not come to be, and tell Zarr's readers, if the disk
+        still takes it."""
         with self._owner.lock:
             for place in places:
                 self.pool.withdraw(place, free=True)
+            segments = [self.pool[number] for number in {place.segment for place in places}]
+        with contextlib.suppress(DeviceError):
+            for segment in segments:
+                segment.flush_header(self._owner.lock)
 
     def _finish_write(self, part: Part, position: int, outcome: RowOutcome) -> None:
         with self._owner.lock:
@@ -500,6 +536,17 @@ class RowStore:
         self._policy.remove(key)
         self.pool.withdraw(place, free=free)
         return place
+
+    def _stretches(self, places: Sequence[Location]) -> list[tuple[int, int]]:
+        """[start, stop) positions of the stretches of `places` that one call reads or writes."""
+        longest = rows_per_call(self.row_bytes)
+        found: list[tuple[int, int]] = []
+        start = 0
+        for _, group in groupby(places, key=lambda place: place.segment):
+            slots = [place.slot for place in group]
+            found += [(start + first, start + stop) for first, stop in runs(slots, longest)]
+            start += len(slots)
+        return found
 
     def _announce(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
         if self.on_change is not None and (published or withdrawn):
@@ -535,14 +582,3 @@ class RowStore:
     def _all_segments(self) -> list[Segment]:
         with self._owner.lock:
             return [self.pool[number] for number in self.pool.numbers]
-
-
-def _stretches(places: Sequence[Location]) -> list[tuple[int, int]]:
-    """[start, stop) positions of the stretches of `places` that one call can read or write."""
-    found: list[tuple[int, int]] = []
-    start = 0
-    for _, group in groupby(places, key=lambda place: place.segment):
-        slots = [place.slot for place in group]
-        found += [(start + first, start + stop) for first, stop in runs(slots)]
-        start += len(slots)
-    return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from storage import header
 from storage.checksum import TRAILER_BYTES, crc32c
@@ -33,10 +34,18 @@ ROWS_PER_CALL = 64  # trailer pages per thread, and a bound on one system call
 
 
 class _Scratch(threading.local):
-    """Each I/O thread's own trailer pages."""
+    """Each I/O thread's own trailer pages, and its buffer for parts of headers."""
 
     def __init__(self) -> None:
         self.pages = aligned_buffer(ROWS_PER_CALL * PAGE_BYTES)
+        self._part = aligned_buffer(0)
+
+    def filled(self, raw: bytes) -> memoryview:
+        """`raw` in aligned memory, until the next call."""
+        if len(raw) > self._part.nbytes:
+            self._part = aligned_buffer(len(raw))
+        self._part[: len(raw)] = raw
+        return self._part[: len(raw)]
 
 
 _scratch = _Scratch()
@@ -89,8 +98,8 @@ class Segment:
         self.entries = header.new_entries(geometry)
         self.version = 0
         """Of the table in memory; every change that must reach the disk raises it."""
-        self.named_on_disk: set[SlotId] = set()
-        """Slots that the header on disk may name: it is renewed before they are overwritten."""
+        self._named_on_disk = np.zeros(geometry.slots_per_segment, np.bool_)
+        self._index_hash: int | None = None  # of the index on disk; None: not known
         self.recency_changed = False
         self._free = [SlotId(i) for i in range(geometry.slots_per_segment)]  # a heap
         self._namespace = namespace
@@ -98,7 +107,8 @@ class Segment:
         self._fd = fd
         self._direct = direct
         self._generation = 1
-        self._written_version = 0
+        self._table_version = 0  # of the table on disk
+        self._index_version = 0  # of the index on disk, or of one equal to it
         self._header_lock = threading.Lock()
 
     @classmethod
@@ -172,6 +182,8 @@ class Segment:
             opened.entries = decoded.entries
             opened._generation = decoded.generation
             whole = decoded.whole
+            if whole:
+                opened._index_hash = hash(header.encode_index(geometry, decoded.entries))
             if size < geometry.segment_bytes:
                 whole = False
                 for slot in opened._named_slots():
@@ -184,8 +196,8 @@ class Segment:
             with contextlib.suppress(DeviceError):
                 device.close(fd)
             raise
-        opened.named_on_disk = set(opened._named_slots())
-        opened._free = [slot for slot in opened._free if slot not in opened.named_on_disk]
+        opened._named_on_disk = opened._named()
+        opened._free = [SlotId(int(i)) for i in np.flatnonzero(~opened._named_on_disk)]
         opened.version = 0 if whole else 1
         return opened
 
@@ -224,8 +236,11 @@ class Segment:
         uses = self.entries["last_use"][self.entries["key_bytes"] > 0]
         return int(uses.max()) if len(uses) else -1
 
+    def _named(self) -> npt.NDArray[np.bool_]:
+        return self.entries["key_bytes"] > 0
+
     def _named_slots(self) -> list[SlotId]:
-        return [SlotId(int(i)) for i in np.flatnonzero(self.entries["key_bytes"])]
+        return [SlotId(int(i)) for i in np.flatnonzero(self._named())]
 
     def rows(self) -> list[tuple[SlotId, bytes, int]]:
         """(slot, key, last use) of every named slot."""
@@ -244,14 +259,26 @@ class Segment:
 
     def _write_blank_header(self) -> None:
         raw = header.encode_index(self.geometry, self.entries)
+        self._index_hash = hash(raw)
         for generation in (0, 1):
             raw += header.encode_table(self.geometry, self.entries, generation, self._namespace)
         self._write_header_part(raw, 0)
 
     def _write_header_part(self, raw: bytes, offset: int) -> None:
-        buffer = aligned_buffer(len(raw))
-        buffer[:] = raw
-        write_fully(self._device, self._fd, [buffer], offset)
+        write_fully(self._device, self._fd, [_scratch.filled(raw)], offset)
+
+    def may_be_named_on_disk(self, slots: Sequence[SlotId]) -> bool:
+        """Whether the header on disk may name one of `slots`: `forget` them before they are
+        overwritten.  Under the owner's lock."""
+        return bool(self._named_on_disk[list(slots)].any())
+
+    def forget(self, lock: threading.Lock | threading.RLock) -> None:
+        """Return once no slot that the table lacks is named on disk; else as `flush_header`.
+
+        The index may still show the slots to Zarr, until `flush_header`: what stands there is
+        about to be overwritten, mostly by a row that makes the index right again.
+        """
+        self._flush(lock, None, with_index=False)
 
     def flush_header(
         self, lock: threading.Lock | threading.RLock, version: int | None = None
@@ -262,26 +289,42 @@ class Segment:
         and never bytes.  Raises `DeviceError`; then the header on disk is an older one, or torn
         into one copy.
         """
+        self._flush(lock, version, with_index=True)
+
+    def _flush(
+        self, lock: threading.Lock | threading.RLock, version: int | None, *, with_index: bool
+    ) -> None:
         with self._header_lock:
             with lock:
                 wanted = self.version if version is None else version
-                if self._written_version >= wanted:
+                table_is_due = self._table_version < wanted
+                index_is_due = with_index and self._index_version < wanted
+                if not table_is_due and not index_is_due:
                     return
                 current = self.version
-                generation = self._generation + 1
-                table = header.encode_table(
-                    self.geometry, self.entries, generation, self._namespace
-                )
-                index = header.encode_index(self.geometry, self.entries)
-                named = set(self._named_slots())
-                self.named_on_disk |= named  # from here on the disk may name them
-                self.recency_changed = False
-            self._write_header_part(table, self.geometry.table_offset(generation))
-            self._write_header_part(index, 0)
-            with lock:
-                self._generation = generation
-                self._written_version = current
-                self.named_on_disk = named
+                generation = self._generation + table_is_due
+                if table_is_due:
+                    table = header.encode_table(
+                        self.geometry, self.entries, generation, self._namespace
+                    )
+                    named = self._named()
+                    self._named_on_disk |= named  # from here on the disk may name them
+                    self.recency_changed = False
+                if index_is_due:
+                    index = header.encode_index(self.geometry, self.entries)
+            if table_is_due:
+                self._write_header_part(table, self.geometry.table_offset(generation))
+                with lock:
+                    self._generation = generation
+                    self._table_version = current
+                    self._named_on_disk = named
+            if index_is_due:
+                index_hash = hash(index)
+                if index_hash != self._index_hash:
+                    self._index_hash = None
+                    self._write_header_part(index, 0)
+                    self._index_hash = index_hash
+                self._index_version = current
 
     # -- rows -----------------------------------------------------------------------------------
 

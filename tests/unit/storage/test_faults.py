@@ -299,6 +299,20 @@ def test_a_write_that_fails_at_the_header_publishes_nothing(harness: FaultyHarne
     harness.check({*KEYS[:2], KEYS[5]})
 
 
+def test_a_part_costs_two_header_writes_however_scattered(harness: FaultyHarness) -> None:
+    """Steady state: the table without the old rows, the rows, the table with the new ones; the
+    index is what it was."""
+    for key in KEYS[:16]:
+        harness.write([key])
+    for scattered, calls in ((False, 1), (True, 2)):
+        at = 16 if scattered else 0
+        before = len(harness.faulty.operations)
+        assert harness.write(KEYS[20 + at : 23 + at]) == [OK] * 3
+        writes = [o for o in harness.faulty.operations[before:] if o.name == "pwritev"]
+        assert len(writes) == calls + 2
+        harness.touch([KEYS[3], KEYS[5]])  # the next victims are 4, 6 and 7 of segment 1
+
+
 def test_close_that_fails_is_no_reason_to_keep_the_root(memory_path: Path) -> None:
     harness = FaultyHarness(memory_path / "root")
     harness.write(KEYS[:5])
