@@ -21,7 +21,7 @@ from scripts.simulated_engine import EngineShape, Served, SimulatedEngine, chunk
 from storage.errors import StorageError
 from storage.sizes import format_size, parse_size
 from storage.store import StoreOptions
-from tiering.rows import one_line
+from tiering.summary import dedup_line
 from tiering.topology import LayerFacts
 
 KINDS = {"mla": 1, "gqa2": 2, "gqa8": 8, "mha": None}  # max_tp_shards of each kind of layer
@@ -96,7 +96,7 @@ def simulate(shape: EngineShape, options: StoreOptions, requests: int, chunks: i
             usage = engine.client.usage
         runs.append(served)
     console = Console(width=110)
-    console.print(one_line(shape.layout, ()))
+    console.print(dedup_line(shape.layout, [[layer.name for layer in shape.layers]]))
     table = Table("engine", "computed", "from region", "from disk", "stored", "loaded", "wrong")
     for name, served in zip(("first", "second"), runs, strict=True):
         table.add_row(

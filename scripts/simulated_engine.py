@@ -30,7 +30,7 @@ from storage.types import RowKey
 from tiering.manager import LookupResult, Tier, TieringManager
 from tiering.primary import PrimaryTier
 from tiering.region import Region
-from tiering.rows import RowLayout
+from tiering.rows import RowLayout, row_identity
 from tiering.topology import LayerFacts, Parallelism
 from tiering.worker import BlockRun, CopyWorker, LayerPages
 
@@ -54,24 +54,18 @@ class EngineShape:
     blocks_per_chunk: int = 1
     device_blocks: int = 256
     region_bytes: int = 64 << 20
+    dedup: bool = True
 
     @property
     def layout(self) -> RowLayout:
-        parallel = Parallelism(tp=self.tp, world_size=self.tp)
+        parallel = Parallelism(tp=self.tp, world_size=self.tp, dedup=self.dedup)
         return RowLayout.of(self.layers, parallel, self.blocks_per_chunk)
 
 
 def identity_of(shape: EngineShape, model: str = "simulated") -> Identity:
     """Of the pattern's bytes: the same for every TP where all layers are single copies."""
     layout = shape.layout
-    return Identity(
-        model,
-        {
-            "layers": [[layer.name, layer.page_bytes, layer.shards] for layer in layout.layers],
-            "blocks_per_chunk": layout.blocks_per_chunk,
-            "ranks": layout.ranks if layout.depends_on_ranks else None,
-        },
-    )
+    return Identity(model, {**row_identity(layout), "blocks_per_chunk": layout.blocks_per_chunk})
 
 
 def chunk_key(prefix: str, index: int) -> RowKey:
@@ -119,7 +113,7 @@ class _Rank:
         for position, block_id in enumerate(blocks.block_ids):
             key, block = blocks.keys[position // per_chunk], position % per_chunk
             for index, layer in enumerate(self.layout.layers):
-                shard = self.layout.shard_of(layer, self.rank)
+                shard = layer.shard_of(self.rank)
                 expected = page(key, index, shard, block, layer.page_bytes)
                 yield self.tensors[index][block_id].numpy().view(np.uint8), expected
 

@@ -417,6 +417,14 @@ class DiskStore:
         self.close()
 
 
+def rows_that_fit(options: StoreOptions, row_bytes: int) -> int:
+    """About how many rows of `row_bytes` the whole budget holds."""
+    geometry = SegmentGeometry.choose(row_bytes, options.budget_bytes, options.segment_bytes)
+    room = options.budget_bytes - NAMESPACE_OVERHEAD_BYTES - ROOT_OVERHEAD_BYTES
+    segments = room // (geometry.segment_bytes + SEGMENT_OVERHEAD_BYTES)
+    return max(0, segments) * geometry.slots_per_segment
+
+
 def _least_budget(geometry: SegmentGeometry) -> int:
     """Of a root that holds one such segment."""
     overhead = SEGMENT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + ROOT_OVERHEAD_BYTES

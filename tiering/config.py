@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size of the region in shared memory, for all ranks of the engine together."""
     disk: DiskSettings | None = None
     """The disk tier; without it chunks live in the region alone."""
+    dedup: bool = True
+    """False: keep every rank's copy of the same bytes, as vLLM's own tiers do; to compare."""
     blocks_per_chunk: int = 1
     """Blocks that are stored, looked up and evicted together."""
     promotion_timeout_s: float = 10.0
@@ -58,6 +60,7 @@ class Config:
 
     region_bytes: int
     store: StoreOptions | None
+    dedup: bool
     blocks_per_chunk: int
     promotion_timeout_s: float
     offload_prompt_only: bool
@@ -86,6 +89,7 @@ class Config:
         return cls(
             region_bytes=parse_size(settings.cpu_bytes_to_use, f"{where}.cpu_bytes_to_use"),
             store=_store_options(settings.disk, f"{where}.disk") if settings.disk else None,
+            dedup=settings.dedup,
             blocks_per_chunk=settings.blocks_per_chunk,
             promotion_timeout_s=settings.promotion_timeout_s,
             offload_prompt_only=settings.offload_prompt_only,

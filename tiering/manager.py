@@ -121,6 +121,11 @@ class TieringManager:
 
     # -- requests -------------------------------------------------------------------------------
 
+    def use_slots(self, slot_count: int) -> None:
+        """Start with a region of so many slots instead.  Before the first request only."""
+        assert not self._requests, "requests are there already"
+        self.primary = PrimaryTier(slot_count)
+
     def begin(self, request_id: str) -> None:
         """A request arrives.  Its place in the order decides who waits for whom."""
         self._request(request_id)

@@ -14,6 +14,7 @@ from storage.service.messages import Usage
 from storage.space import DiskState
 from tiering.manager import TieringManager
 from tiering.rows import RowLayout
+from tiering.summary import reasons
 
 
 class Kind(Enum):
@@ -67,6 +68,14 @@ DISK_UP = _gauge("disk_up", "1 while the store process serves.")
 STORE_RESTARTS = _counter("store_restarts", "Times the store process had to be started again.")
 REGION_SLOTS = _gauge("region_slots", "Slots of the region.", "use")
 ROW_BYTES = _gauge("row_bytes", "Bytes of one row, as stored and without dedup.", "dedup")
+REPLICATION_INFO = _gauge(
+    "replication_info",
+    "1; the labels say which copies the ranks share, and why some are not.",
+    "ranks",
+    "kv_tp_replicas",
+    "replicated_layout",
+    "not_deduplicated",
+)
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
@@ -95,6 +104,8 @@ def collect(
     yield Sample(REGION_SLOTS, ("busy",), primary.busy_count)
     yield Sample(ROW_BYTES, ("on",), layout.row_bytes)
     yield Sample(ROW_BYTES, ("off",), layout.row_bytes_without_dedup)
+    info = (str(layout.ranks), str(layout.kv_tp_replicas), str(layout.replicated_layout).lower())
+    yield Sample(REPLICATION_INFO, (*info, reasons(layout) if layout.ranks > 1 else ""), 1.0)
     if store is None:
         return
     usage = store.usage

@@ -6,8 +6,11 @@ scheduler only ever attach, and take the layout from it or compare theirs with i
 comes last: once every rank is there it drops the file's name, and from then on the memory goes
 when the last process goes, however that ends.
 
-Everyone who has the region open holds a shared flock on it.  A file whose exclusive lock can be
-had belongs to nobody any more: the next start removes it.
+Ranks that have layers of their own (a pipeline) each announce them first, in a file that rank 0
+reads and removes (`announce_layers`, `collect_layers`).
+
+Everyone who has one of these files open holds a shared flock on it.  A file whose exclusive lock
+can be had belongs to nobody any more: the next start removes it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,7 +31,8 @@ import msgspec
 from storage.errors import LayoutMismatch, StorageError
 from storage.sizes import format_size
 from storage.types import PAGE_BYTES, round_up
-from tiering.rows import RowLayout
+from tiering.rows import RowLayout, rows_differ
+from tiering.topology import LayerFacts
 
 log = logging.getLogger("kvtier.region")
 
@@ -43,6 +47,9 @@ MAX_RANKS = PAGE_BYTES - _RANKS_OFFSET
 ATTACH_TIMEOUT_S = 30.0  # a rank on this node attaches within seconds; one on another never does
 _POLL_S = 0.01
 _MADV_POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # Linux 5.14
+
+
+_ANNOUNCED = ".layers"  # suffix of what a rank announces
 
 
 class RegionError(StorageError):
@@ -144,11 +151,8 @@ class Region:
         try:
             region = cls(fd, path, populate=True)
             if expected is not None and expected != region.layout:
-                raise LayoutMismatch(
-                    f"row layout of rank {rank}",
-                    f"{region.layout.row_bytes} bytes ({region.layout.digest}), as rank 0 has it",
-                    f"{expected.row_bytes} bytes ({expected.digest})",
-                )
+                differing, theirs, ours = rows_differ(region.layout, expected)
+                raise LayoutMismatch(f"row of rank {rank}, {differing}", f"{theirs} (rank 0)", ours)
             if rank is not None:
                 assert 0 <= rank < region.layout.ranks, rank
                 os.pwrite(fd, b"\1", _RANKS_OFFSET + rank)
@@ -193,6 +197,64 @@ class Region:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _layers_path(engine_id: str, rank: int, directory: Path) -> Path:
+    path = region_path(f"{engine_id}-{rank}", directory)
+    return path.with_name(path.name.removesuffix(_SUFFIX) + _ANNOUNCED + _SUFFIX)
+
+
+@contextlib.contextmanager
+def announce_layers(
+    engine_id: str,
+    rank: int,
+    layers: Sequence[LayerFacts],
+    *,
+    directory: Path = SHARED_MEMORY,
+) -> Iterator[None]:
+    """Tell rank 0 which layers `rank` has, for as long as it takes to attach to its region.
+
+    Raises `RegionError` if another engine of that name announces too.
+    """
+    remove_dead_regions(directory)
+    path = _layers_path(engine_id, rank, directory)
+    fd = _create_locked(path)
+    try:
+        encoded = msgspec.json.encode(list(layers))
+        os.pwrite(fd, encoded, PAGE_BYTES)
+        os.pwrite(fd, _HEAD.pack(_MAGIC, _MADE, len(encoded), 0, 0, 0), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def collect_layers(
+    engine_id: str,
+    ranks: Iterable[int],
+    *,
+    directory: Path = SHARED_MEMORY,
+    timeout_s: float = ATTACH_TIMEOUT_S,
+) -> dict[int, list[LayerFacts]]:
+    """What `ranks` announced, waiting for them.  Raises `RegionError` naming one that did not."""
+    deadline = time.monotonic() + timeout_s
+    found = {}
+    for rank in ranks:
+        path = _layers_path(engine_id, rank, directory)
+        try:
+            fd = _open_made(path, max(0.0, deadline - time.monotonic()))
+        except RegionError:
+            raise RegionError(
+                f"rank {rank} did not say in {timeout_s:g} s which layers it has; all ranks of an "
+                "engine must run on this node"
+            ) from None
+        try:
+            size = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[2]
+            encoded = os.pread(fd, size, PAGE_BYTES)
+            found[rank] = msgspec.json.decode(encoded, type=list[LayerFacts])
+        finally:
+            os.close(fd)
+    return found
 
 
 def _create_locked(path: Path) -> int:

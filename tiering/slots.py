@@ -10,7 +10,7 @@ class SlotPool:
     """Slots 0 to slot_count - 1.  A slot is free or somebody's; the pool does not know whose."""
 
     def __init__(self, slot_count: int) -> None:
-        assert slot_count >= 1, slot_count
+        assert slot_count >= 0, slot_count
         self.slot_count = slot_count
         self._free = deque(range(slot_count))
 

@@ -34,9 +34,10 @@ class BlockRun(NamedTuple):
 
 
 class LayerPages(NamedTuple):
-    """One layer's device pages in a group: `width` bytes of each page are its content."""
+    """One layer's device pages in a group: `width` bytes of each page are its content, all of them
+    where the row keeps heads in their order."""
 
-    layer: int  # index in the row layout
+    layer: int  # index among the layers of the rank
     width: int
 
 
@@ -56,7 +57,8 @@ class _Pages(NamedTuple):
 
 
 class CopyWorker:
-    """`tensors[i]`, int8[num_blocks, page_bytes] and of any stride, is layer i of the row layout.
+    """`tensors[i]`, int8[num_blocks, page_bytes] and of any stride, is the i-th of the layers that
+    the row layout has on this rank.
 
     `groups[g]` lists what a block of KV-cache group g consists of.  Keeps the region mapped until
     `close`.
@@ -69,29 +71,25 @@ class CopyWorker:
         tensors: Sequence[torch.Tensor],
         groups: Sequence[Sequence[LayerPages]],
     ) -> None:
-        layout = region.layout
-        assert len(tensors) == len(layout.layers), (len(tensors), len(layout.layers))
+        self._layers = region.layout.layers_of(rank)
         self._region = region
         self._rank = rank
         self._groups = [list(group) for group in groups]
-        self._tensors = list(tensors)
+        self._pages = [
+            _device_pages(t, layer) for t, layer in zip(tensors, self._layers, strict=True)
+        ]
         flat = torch.frombuffer(region.mapping, dtype=torch.int8)
-        self._pages = [self._layer_view(flat, layer) for layer in layout.layers]
-        for layer, tensor in zip(layout.layers, tensors, strict=True):
-            if tensor.dtype != torch.int8 or tensor.shape[1:] != (layer.page_bytes,):
-                raise ValueError(
-                    f"{layer.name}: expected int8[num_blocks, {layer.page_bytes}], "
-                    f"got {tensor.dtype}{list(tensor.shape)}"
-                )
+        self._row_pages = [self._row_view(flat, layer) for layer in self._layers]
 
-    def _layer_view(self, flat: torch.Tensor, layer: LayerRow) -> torch.Tensor:
-        """int8[slot_count, blocks_per_chunk, page_bytes]: this rank's shard of `layer`, no copy."""
+    def _row_view(self, flat: torch.Tensor, layer: LayerRow) -> torch.Tensor:
+        """int8[slot_count, blocks_per_chunk, stretches, piece_bytes]: this rank's shard of `layer`
+        in every row, without a copy."""
         layout = self._region.layout
-        shard = layout.shard_of(layer, self._rank)
+        piece = layer.piece_bytes
         return flat.as_strided(
-            (self._region.row_count, layout.blocks_per_chunk, layer.page_bytes),
-            (layout.row_bytes, layer.shards * layer.page_bytes, 1),
-            self._region.rows_offset + layer.offset + shard * layer.page_bytes,
+            (self._region.row_count, layout.blocks_per_chunk, layer.stretches, piece),
+            (layout.row_bytes, layer.block_bytes, layer.shards * piece, 1),
+            self._region.rows_offset + layer.offset + layer.shard_of(self._rank) * piece,
         )
 
     def store(self, runs: Sequence[BlockRun]) -> Copied:
@@ -116,28 +114,42 @@ class CopyWorker:
                 np.asarray(run.block_ids, np.int64), slots, blocks % layout.blocks_per_chunk
             )
             for index, width in group:
-                part = self._own_pages(layout.layers[index], pages) if is_store else pages
-                device, region = self._tensors[index], self._pages[index]
+                layer = self._layers[index]
+                part = self._own_pages(layer, pages) if is_store else pages
                 ids, rows, subs = (torch.from_numpy(column) for column in part)
+                piece = width // layer.stretches
+                device = self._pages[index][..., :piece]
+                region = self._row_pages[index][..., :piece]
                 if is_store:
-                    region[rows, subs, :width] = device[ids, :width]
+                    region[rows, subs] = device[ids]
                 else:
-                    device[ids, :width] = region[rows, subs, :width]
+                    device[ids] = region[rows, subs]
                 moved += len(ids) * width
         return Copied(moved, time.perf_counter() - started)
 
     def _own_pages(self, layer: LayerRow, pages: _Pages) -> _Pages:
         """The pages that this rank writes, as `RowLayout.is_writer` says."""
-        layout = self._region.layout
-        replicas = layout.replicas(layer)
-        if replicas == 1:
+        if layer.replicas == 1:
             return pages
-        turns = (pages.slots * layout.blocks_per_chunk + pages.blocks) % replicas
-        mine = turns == self._rank % replicas
+        turns = pages.slots * self._region.layout.blocks_per_chunk + pages.blocks
+        mine = turns % layer.replicas == (self._rank - layer.first_rank) % layer.replicas
         return _Pages(*(column[mine] for column in pages))
 
     def close(self) -> None:
         """Drop every view of the region and unmap it."""
+        self._row_pages.clear()
         self._pages.clear()
-        self._tensors.clear()
         self._region.close()
+
+
+def _device_pages(tensor: torch.Tensor, layer: LayerRow) -> torch.Tensor:
+    """`tensor` as int8[num_blocks, stretches, piece_bytes].  Raises `ValueError`."""
+    if tensor.dtype != torch.int8 or tensor.shape[1:] != (layer.page_bytes,):
+        raise ValueError(
+            f"{layer.name}: expected int8[num_blocks, {layer.page_bytes}], "
+            f"got {tensor.dtype}{list(tensor.shape)}"
+        )
+    assert tensor.stride(1) == 1, layer.name
+    stride = tensor.stride(0)
+    shape = (tensor.shape[0], layer.stretches, layer.piece_bytes)
+    return tensor.as_strided(shape, (stride, layer.piece_bytes, 1))

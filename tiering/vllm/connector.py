@@ -10,9 +10,14 @@ sees the KV-cache configuration, and with it each layer's page and number of dis
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
@@ -30,9 +35,21 @@ from storage.errors import StorageError
 from tiering.config import Config
 from tiering.vllm.facts import EngineFacts
 from tiering.vllm.plugin import configure_logging, log
-from tiering.vllm.spec import KvtierSpec
+from tiering.vllm.spec import KvtierSpec, RankReport
 
 _SPEC = {"spec_name": "KvtierSpec", "spec_module_path": "tiering.vllm.spec"}
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A `RankReport` on its way from a rank to the scheduler."""
+
+    row_count: int
+    layout: bytes
+
+    @property
+    def report(self) -> RankReport:
+        return RankReport(self.row_count, self.layout)
 
 
 class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
@@ -47,8 +64,10 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
         _check(vllm_config)
         try:
             config = build_offloading_config(vllm_config, kv_cache_config)
-            facts = EngineFacts.of(vllm_config, kv_cache_config)
+            dedup = Config.parse(config.extra_config).dedup
+            facts = EngineFacts.of(vllm_config, kv_cache_config, dedup=dedup)
             spec = KvtierSpec(config, facts, vllm_config)
+            self._spec = spec
             if role == KVConnectorRole.SCHEDULER:
                 self.connector_scheduler = OffloadingConnectorScheduler(
                     spec, vllm_config, kv_cache_config
@@ -60,6 +79,18 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
         except StorageError as exc:
             log.error("%s", exc)  # one line that stands by itself before vLLM's traceback
             raise
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        """In a rank: what the scheduler must know of its rows."""
+        report = self._spec.rank_report
+        return None if report is None else RankHandshake(*report)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """In the scheduler: what every rank said, once, before the first request."""
+        reports = [m.report for m in metadata.values() if isinstance(m, RankHandshake)]
+        self._spec.ranks_reported(reports)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

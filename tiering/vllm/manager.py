@@ -24,6 +24,7 @@ from storage.types import RowKey
 from tiering.manager import LookupResult, Tier, TieringManager, chunk_keys
 from tiering.metrics import Increments, Kind, StoreFigures, collect
 from tiering.region import Region
+from tiering.rows import RowLayout
 
 _RESULTS = {
     LookupResult.HIT: VllmLookupResult.HIT,
@@ -35,13 +36,30 @@ _SOURCES = {Tier.REGION: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
 
 class VllmManager(OffloadingManager):  # type: ignore[misc]
-    """Owns region, store client and manager of one engine, in its scheduler."""
+    """Owns region, store client and manager of one engine, in its scheduler.
 
-    def __init__(self, manager: TieringManager, region: Region, client: StoreClient | None) -> None:
+    Ranks with private rows have no region that the scheduler sees: their layout and slots come
+    with `use_private_rows`.
+    """
+
+    def __init__(
+        self,
+        manager: TieringManager,
+        layout: RowLayout | None = None,
+        region: Region | None = None,
+        client: StoreClient | None = None,
+    ) -> None:
         self._manager = manager
+        self._layout = layout
         self._region = region
         self._client = client
         self._increments = Increments()
+
+    def use_private_rows(self, layout: RowLayout, row_count: int) -> None:
+        """The ranks have `row_count` slots each.  Comes once, before the first request."""
+        assert self._region is None, "the ranks share a region"
+        self._layout = layout
+        self._manager.use_slots(row_count)
 
     def on_new_request(self, req_context: Any) -> Any:
         self._manager.begin(req_context.req_id)
@@ -105,7 +123,9 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         if self._client is not None:
             figures = StoreFigures(self._client.usage, self._client.is_up, self._client.restarts)
         stats = OffloadingConnectorStats()
-        for sample in collect(self._manager, self._region.layout, figures):
+        if self._layout is None:
+            return stats
+        for sample in collect(self._manager, self._layout, figures):
             metric, labels = sample.metric, sample.labels
             if metric.kind is Kind.GAUGE:
                 stats.set_gauge(metric.name, sample.value, labels)
@@ -115,4 +135,5 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._manager.close()
-        self._region.close()
+        if self._region is not None:
+            self._region.close()

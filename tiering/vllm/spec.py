@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
@@ -14,12 +16,14 @@ from vllm.v1.kv_offload.base import (
 from storage.errors import ConfigError
 from storage.service.client import RegionRows, StoreClient
 from storage.sizes import format_size
+from storage.store import rows_that_fit
 from tiering.config import Config
 from tiering.manager import TieringManager
 from tiering.metrics import ALL, Kind
 from tiering.primary import PrimaryTier
-from tiering.region import Region
-from tiering.rows import RowLayout, one_line
+from tiering.region import Region, announce_layers, collect_layers
+from tiering.rows import RowLayout
+from tiering.summary import capacity_line, dedup_line
 from tiering.topology import Parallelism
 from tiering.vllm.facts import EngineFacts, identity, row_layers
 from tiering.vllm.manager import VllmManager
@@ -28,6 +32,13 @@ from tiering.vllm.worker import make_worker
 log = logging.getLogger("kvtier.vllm")
 
 _CONNECT_TIMEOUT_S = 120.0  # for reading the headers of a large store after a crash
+
+
+class RankReport(NamedTuple):
+    """What a rank tells the scheduler of its rows; `layout` is a `RowLayout` as JSON."""
+
+    row_count: int
+    layout: bytes
 
 
 class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
@@ -43,12 +54,15 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
                 '"KvtierConnector" (kv_connector_module_path "tiering.vllm.connector")',
                 "OffloadingConnector",
             )
-        _refuse_what_cannot_share(facts.parallel)
         self._config = Config.parse(config.extra_config)
+        if self._config.store is not None:
+            _refuse_disk_without_region(facts.parallel)
         self._facts = facts
         self._vllm_config = vllm_config
         self._manager: VllmManager | None = None
         self._worker: Any = None
+        self.rank_report: RankReport | None = None
+        """What this rank's worker came to; None before there is one."""
         # Writers are elected page by page, in the worker: vLLM must not elect rank 0 for all.
         self.replicated_layout = False
         self.offload_prompt_only = self._config.offload_prompt_only
@@ -59,42 +73,105 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         return {m.name: kinds[m.kind](documentation=m.help, labelnames=m.labels) for m in ALL}
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """This rank's worker.  Rank 0 makes the region, the others attach to it."""
+        """This rank's worker, over the region that all ranks share or over rows of its own."""
         if self._worker is None:
-            rank = self.config.parallel.rank
-            layout = RowLayout.of(
-                row_layers(self._facts, kv_caches), self._facts.parallel, self.blocks_per_chunk
-            )
-            if rank == 0:
-                region = Region.create(self.config.engine_id, layout, self._config.region_bytes)
+            if self._facts.parallel.shares_region:
+                region, rank = self._shared_region(kv_caches), self.config.parallel.rank
             else:
-                region = Region.attach(self.config.engine_id, rank=rank, expected=layout)
+                region, rank = self._private_region(kv_caches), 0
             try:
                 self._worker = make_worker(region, rank, kv_caches)
             except BaseException:
                 region.close()
                 raise
+            self.rank_report = RankReport(region.row_count, msgspec.json.encode(region.layout))
         return self._worker
+
+    def _shared_region(self, kv_caches: Any) -> Region:
+        """Rank 0 makes the region, the others attach to it."""
+        engine_id, rank = self.config.engine_id, self.config.parallel.rank
+        parallel, facts = self._facts.parallel, self._facts
+        layers = row_layers(facts, kv_caches, rank)
+        if parallel.pp == 1:
+            layout = RowLayout.of(
+                layers, parallel, self.blocks_per_chunk, list(facts.layers.values())
+            )
+            if rank > 0:
+                return Region.attach(engine_id, rank=rank, expected=layout)
+        elif rank > 0:
+            with announce_layers(engine_id, rank, layers):
+                return Region.attach(engine_id, rank=rank)
+        else:
+            others = collect_layers(engine_id, range(1, parallel.world_size))
+            layout = RowLayout.of_unlike_ranks([layers, *others.values()], self.blocks_per_chunk)
+        return Region.create(engine_id, layout, self._config.region_bytes)
+
+    def _private_region(self, kv_caches: Any) -> Region:
+        """This rank's share of the memory, for rows of its own pages alone."""
+        rank, world_size = self.config.parallel.rank, self._facts.parallel.world_size
+        layers = row_layers(self._facts, kv_caches, rank)
+        layout = RowLayout.of(layers, Parallelism(), self.blocks_per_chunk)
+        size = self._config.region_bytes // world_size
+        region = Region.create(f"{self.config.engine_id}-{rank}", layout, size)
+        region.unlink()
+        return region
 
     def get_manager(self) -> VllmManager:
         """The scheduler's manager; all ranks have made their workers before."""
         if self._manager is None:
-            region = Region.attach(self.config.engine_id, rank=None)
-            try:
-                region.wait_for_ranks()
-                region.unlink()
-                client = self._connect(region)
-            except BaseException:
-                region.close()
-                raise
-            manager = TieringManager(
-                PrimaryTier(region.row_count),
-                client,
-                promotion_timeout_s=self._config.promotion_timeout_s,
-            )
-            self._manager = VllmManager(manager, region, client)
-            log.info("%s", one_line(region.layout, self._facts.parallel.refusals()))
+            make = self._manager_of_shared_rows
+            if not self._facts.parallel.shares_region:
+                make = self._manager_of_private_rows
+            self._manager = make()
         return self._manager
+
+    def _manager_of_shared_rows(self) -> VllmManager:
+        region = Region.attach(self.config.engine_id, rank=None)
+        try:
+            region.wait_for_ranks()
+            region.unlink()
+            client = self._connect(region)
+        except BaseException:
+            region.close()
+            raise
+        manager = TieringManager(
+            PrimaryTier(region.row_count),
+            client,
+            promotion_timeout_s=self._config.promotion_timeout_s,
+        )
+        self._log_start(region.layout, region.row_count)
+        return VllmManager(manager, region.layout, region, client)
+
+    def _manager_of_private_rows(self) -> VllmManager:
+        """One without a slot until `ranks_reported`: nothing here can see the ranks' memory."""
+        log.warning(
+            "ranks keep private rows, without dedup: %s", "; ".join(self._facts.parallel.refusals())
+        )
+        return VllmManager(TieringManager(PrimaryTier(0), None))
+
+    def ranks_reported(self, reports: Sequence[RankReport]) -> None:
+        """Agree with ranks of private rows on how many slots there are: as many as the one with
+        the fewest has."""
+        if self._facts.parallel.shares_region or not reports:
+            return
+        manager = self.get_manager()
+        row_count = min(report.row_count for report in reports)
+        layouts = [msgspec.json.decode(report.layout, type=RowLayout) for report in reports]
+        layout = RowLayout.of_private_rows(layouts, self._facts.parallel)
+        manager.use_private_rows(layout, row_count)
+        self._log_start(layout, row_count)
+
+    def _log_start(self, layout: RowLayout, row_count: int) -> None:
+        rows = {"region": row_count}
+        if self._config.store is not None:
+            rows["disk"] = rows_that_fit(self._config.store, layout.row_bytes)
+        groups = self.config.groups
+        tokens = min(group.tokens_per_block for group in groups) * layout.blocks_per_chunk
+        log.info(
+            "%s; %s",
+            dedup_line(layout, self._facts.group_layers),
+            capacity_line(layout, len(groups), tokens, rows),
+        )
 
     def _connect(self, region: Region) -> StoreClient | None:
         options = self._config.store
@@ -115,14 +192,13 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         return client
 
 
-def _refuse_what_cannot_share(parallel: Parallelism) -> None:
-    """One region of equal rows is all that there is so far: every rank must map it and hold the
-    same layers.  Raises `ConfigError`."""
+def _refuse_disk_without_region(parallel: Parallelism) -> None:
+    """The store process moves rows of the one region that all ranks share.  Raises
+    `ConfigError`."""
     if not parallel.shares_region:
         raise ConfigError(
-            "--distributed-executor-backend",
-            '"mp" with all ranks on this node: they share one region',
-            f"{parallel.world_size} ranks that do not",
+            "kv_connector_extra_config.disk",
+            "none, or all ranks as processes of this node (--distributed-executor-backend mp): "
+            "the disk holds rows of a region that they share",
+            f"{parallel.world_size} ranks that share none",
         )
-    if parallel.pp > 1:
-        raise ConfigError("--pipeline-parallel-size", "1: ranks of equal layers", parallel.pp)

@@ -103,8 +103,8 @@ class RegionView:
     def create_next_canonical_view(self, tensor_page_size: int) -> torch.Tensor:
         """int8[row_count, tensor_page_size] over the next layer's part of every row."""
         layout = self._region.layout
-        layer = layout.layers[self._next_layer]
-        expected = layout.blocks_per_chunk * layer.shards * layer.page_bytes
+        layer = layout.layers_of(self.rank)[self._next_layer]
+        expected = layout.blocks_per_chunk * layer.block_bytes
         assert tensor_page_size == expected, (layer.name, tensor_page_size, expected)
         assert self._base is not None, "released"
         self._next_layer += 1
@@ -131,26 +131,28 @@ class RegionView:
         self._region.close()
 
 
-def page_mapping(layout: RowLayout, layer: LayerRow, rank: int, width: int) -> Any:
+def page_mapping(layer: LayerRow, rank: int, width: int) -> Any:
     """`rank`'s page of `layer` in a row, in vLLM's words; `width` bytes of it are content.
 
     vLLM elects writers by `(slot * blocks_per_chunk + block) % num_writers`, as
     `RowLayout.is_writer` does.
     """
-    replicas = layout.replicas(layer)
-    start = layout.shard_of(layer, rank) * layer.page_bytes
+    piece, content = layer.piece_bytes, width // layer.stretches
+    start = layer.shard_of(rank) * piece
+    run = CopyRun(0, start, content, layer.stretches, piece, layer.shards * piece)
     return CanonicalPageMapping(
-        canonical_page_size_bytes=layer.shards * layer.page_bytes,
+        canonical_page_size_bytes=layer.block_bytes,
         local_page_size_bytes=width,
-        runs=(CopyRun(0, start, width, 1, width, width),),
-        num_writers=replicas,
-        writer_index=rank % replicas,
-        parallelism_agnostic=layer.shards == 1,
+        runs=(run,),
+        num_writers=layer.replicas,
+        writer_index=(rank - layer.first_rank) % layer.replicas,
+        parallelism_agnostic=not layer.depends_on_ranks,
     )
 
 
 def with_row_layout(kv_caches: Any, layout: RowLayout, rank: int) -> Any:
     """`kv_caches` with every reference mapped to where our rows have it."""
+    layers = layout.layers_of(rank)
     return CanonicalKVCaches(
         tensors=kv_caches.tensors,
         group_data_refs=[
@@ -158,7 +160,7 @@ def with_row_layout(kv_caches: Any, layout: RowLayout, rank: int) -> Any:
                 CanonicalKVCacheRef(
                     ref.tensor_idx,
                     ref.page_size_bytes,
-                    page_mapping(layout, layout.layers[ref.tensor_idx], rank, ref.page_size_bytes),
+                    page_mapping(layers[ref.tensor_idx], rank, ref.page_size_bytes),
                 )
                 for ref in refs
             ]

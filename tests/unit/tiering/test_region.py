@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from storage.errors import LayoutMismatch
-from tiering.region import Region, RegionError, dead_regions, region_path, remove_dead_regions
+from tiering.region import (
+    Region,
+    RegionError,
+    announce_layers,
+    collect_layers,
+    dead_regions,
+    region_path,
+    remove_dead_regions,
+)
 from tiering.rows import RowLayout
 from tiering.topology import LayerFacts, Parallelism
 
@@ -72,7 +80,9 @@ def test_missing_ranks_are_named(memory_path: Path) -> None:
 
 def test_another_layout_is_refused_with_both_rows(memory_path: Path) -> None:
     made = Region.create("e", layout(2), 65536, directory=memory_path)
-    with pytest.raises(LayoutMismatch, match=r"rank 1: expected 4096 bytes.*found 8192 bytes"):
+    with pytest.raises(
+        LayoutMismatch, match=r"rank 1, layer .* of 4096 bytes .*rank 0.* of 8192 bytes"
+    ):
         Region.attach("e", rank=1, expected=layout(2, page=8192), directory=memory_path)
     made.close()
 
@@ -168,3 +178,44 @@ def test_what_a_killed_engine_left_is_removed_and_a_living_one_is_not(memory_pat
         for engine in engines:
             engine.kill()
             engine.communicate()
+
+
+def test_ranks_of_a_pipeline_tell_rank_0_their_layers(memory_path: Path) -> None:
+    stages = {rank: [LayerFacts(f"layer{rank}", 100 * rank, 1)] for rank in (1, 2)}
+    attached = threading.Event()
+
+    def rank_main(rank: int) -> None:
+        with announce_layers("e", rank, stages[rank], directory=memory_path):
+            attached.wait(10)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in stages]
+    for thread in threads:
+        thread.start()
+    assert collect_layers("e", [1, 2], directory=memory_path, timeout_s=10) == stages
+    remove_dead_regions(memory_path)
+    assert len(list(memory_path.iterdir())) == 2, "those of living ranks stay"
+    attached.set()
+    for thread in threads:
+        thread.join()
+    assert not list(memory_path.iterdir())
+
+
+def test_a_rank_that_says_nothing_is_named(memory_path: Path) -> None:
+    with (
+        announce_layers("e", 1, [LayerFacts("a", 1)], directory=memory_path),
+        pytest.raises(RegionError, match=r"rank 2 did not say in 0\.1 s which layers"),
+    ):
+        collect_layers("e", [1, 2], directory=memory_path, timeout_s=0.1)
+
+
+def test_what_a_killed_rank_announced_is_removed(memory_path: Path) -> None:
+    """Its lock went with it; the next start finds the file and nobody who holds it."""
+    context = announce_layers("e", 1, [LayerFacts("a", 1)], directory=memory_path)
+    context.__enter__()
+    [path] = memory_path.iterdir()
+    kept = path.read_bytes()
+    context.__exit__(None, None, None)
+    path.write_bytes(kept)
+    with announce_layers("e", 1, [LayerFacts("b", 2)], directory=memory_path):
+        found = collect_layers("e", [1], directory=memory_path, timeout_s=5)
+    assert found == {1: [LayerFacts("b", 2)]}

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.topology import (
+    KvHeads,
     LayerFacts,
     Parallelism,
+    head_stretches,
     kv_tp_replicas,
+    reason_for_copies,
     replicas_floor,
     replicated_layout,
     shard_count,
@@ -46,6 +49,7 @@ def test_uneven_division_is_reported_as_vllm_does_but_never_trusted() -> None:
         (Parallelism(tp=2, pcp=2, world_size=4), "prefill context"),
         (Parallelism(tp=2, world_size=2, shares_region=False), "share"),
         (Parallelism(tp=2, world_size=4), "world size"),
+        (Parallelism(tp=2, world_size=2, dedup=False), "dedup is off"),
     ],
 )
 def test_what_is_not_proven_turns_replication_off(parallel: Parallelism, reason: str) -> None:
@@ -66,6 +70,53 @@ def test_all_mla_is_the_replicated_layout() -> None:
     assert replicated_layout([MLA, MLA], tp(8))
     assert not replicated_layout([MLA], tp(1))
     assert kv_tp_replicas([], tp(8)) == 1
+
+
+HEADS8 = LayerFacts("heads8", 1024, heads=KvHeads(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "stretches"), [(1, 1, 4), (8, 8, 4), (16, 8, 4), (3, 3, None), (6, 6, None)]
+)
+def test_kv_heads_are_shared_by_the_ranks_that_hold_the_same(
+    ranks: int, shards: int, stretches: int | None
+) -> None:
+    assert shard_count(HEADS8, tp(ranks)) == shards
+    assert head_stretches(HEADS8, tp(ranks)) == stretches
+
+
+def test_proven_heads_do_not_change_what_vllm_reports() -> None:
+    assert kv_tp_replicas([HEADS8], tp(16)) == 1
+    assert not replicated_layout([LayerFacts("mqa", 64, heads=KvHeads(1))], tp(2))
+
+
+def test_heads_that_contradict_the_engine_are_not_put_in_order() -> None:
+    layer = LayerFacts("x", 1024, max_tp_shards=2, heads=KvHeads(8, 4))
+    assert head_stretches(layer, tp(4)) is None
+    assert shard_count(layer, tp(4)) == 2
+
+
+@pytest.mark.parametrize("refused", [{"dcp": 2}, {"shares_region": False}, {"dedup": False}])
+def test_heads_are_not_put_in_order_where_replication_is_refused(refused: Any) -> None:
+    assert head_stretches(HEADS8, tp(2, **refused)) is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranks", "reason"),
+    [
+        (MLA, 8, None),
+        (GQA2, 4, None),
+        (UNKNOWN, 1, None),
+        (UNKNOWN, 8, "not known"),
+        (HEADS8, 8, "other KV heads"),
+        (HEADS8, 16, None),
+        (HEADS8, 3, "other KV heads"),
+        (LayerFacts("three", 64, 3), 8, "evenly"),
+    ],
+)
+def test_every_copy_has_its_reason(layer: LayerFacts, ranks: int, reason: str | None) -> None:
+    found = reason_for_copies(layer, tp(ranks))
+    assert found is None if reason is None else found is not None and reason in found
 
 
 @given(st.integers(1, 16), st.integers(0, 20))

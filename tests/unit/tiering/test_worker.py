@@ -11,7 +11,7 @@ import torch
 
 from tiering.region import Region
 from tiering.rows import RowLayout
-from tiering.topology import LayerFacts, Parallelism
+from tiering.topology import KvHeads, LayerFacts, Parallelism
 from tiering.worker import BlockRun, CopyWorker, LayerPages
 
 BLOCKS = 24
@@ -58,7 +58,7 @@ class Ranks:
         """Each shard's content is its own; replicas hold the same."""
         for rank, tensors in enumerate(self.tensors):
             for index, (layer, tensor) in enumerate(zip(self.layout.layers, tensors, strict=True)):
-                shard = self.layout.shard_of(layer, rank)
+                shard = layer.shard_of(rank)
                 random = np.random.default_rng([seed, index, shard])
                 shape = tuple(tensor.shape)
                 tensor[:] = torch.from_numpy(random.integers(-128, 128, shape, dtype=np.int8))
@@ -84,6 +84,7 @@ MIXED = [
     LayerFacts("mla", 300, max_tp_shards=1),
     LayerFacts("gqa", 256, max_tp_shards=2),
     LayerFacts("unknown", 128),
+    LayerFacts("heads", 192, heads=KvHeads(4, 3)),
 ]
 
 
@@ -125,6 +126,53 @@ def test_all_mla_stores_exactly_one_tp_th(directory: Path) -> None:
     moved = [worker.store([run(slots, slots)]).bytes_moved for worker in ranks.workers]
     assert moved == [8 * 4 * 512 // 4] * 4, "in turns, evenly"
     ranks.close()
+
+
+def test_dedup_halves_what_two_ranks_of_deepseek_v2_lite_store(directory: Path) -> None:
+    """25 blocks of 27 latent layers: 24.8832 MB device to host without dedup, 12.4416 MB with it,
+    and twice as many of them in the same region."""
+    layers = [LayerFacts(f"latent{i}", 18_432, max_tp_shards=1) for i in range(27)]
+    moved, rows = [], []
+    for dedup in (False, True):
+        where = directory / str(dedup)
+        where.mkdir()
+        layout = RowLayout.of(layers, Parallelism(tp=2, world_size=2, dedup=dedup), 1)
+        region = Region.create("e", layout, 32 << 20, directory=where)
+        rows.append(region.row_count)
+        moved.append(0)
+        for rank in range(2):
+            mine = Region.attach("e", rank=rank, directory=where)
+            tensors = [torch.zeros((25, 18_432), dtype=torch.int8) for _ in layers]
+            worker = CopyWorker(mine, rank, tensors, [[LayerPages(i, 18_432) for i in range(27)]])
+            moved[-1] += worker.store([run(range(25), range(25))]).bytes_moved
+            worker.close()
+        region.close()
+    assert moved == [24_883_200, 12_441_600]
+    assert rows == [33, 67]
+
+
+def test_stages_of_a_pipeline_each_find_their_own_layers(directory: Path) -> None:
+    stages = [[LayerFacts("a", 300, 1), LayerFacts("b", 200, 1)], [LayerFacts("c", 100, 1)]]
+    layout = RowLayout.of_unlike_ranks(stages, 2)
+    region = Region.create("e", layout, 16 * layout.row_bytes, directory=directory)
+    random = np.random.default_rng(5)
+    for rank, stage in enumerate(stages):
+        mine = Region.attach("e", rank=rank, directory=directory)
+        tensors = [
+            torch.from_numpy(random.integers(-128, 128, (BLOCKS, f.page_bytes), dtype=np.int8))
+            for f in stage
+        ]
+        before = [tensor.clone() for tensor in tensors]
+        group = [LayerPages(i, facts.page_bytes) for i, facts in enumerate(stage)]
+        worker = CopyWorker(mine, rank, tensors, [group])
+        worker.store([run(range(4), [7, 2])])
+        for tensor in tensors:
+            tensor[:] = -1
+        worker.load([run([9, 8, 7, 6], [7, 2])])
+        for tensor, content in zip(tensors, before, strict=True):
+            assert torch.equal(tensor[[9, 8, 7, 6]], content[:4])
+        worker.close()
+    region.close()
 
 
 def test_the_first_chunk_may_be_entered_in_its_middle(directory: Path) -> None:
@@ -179,3 +227,58 @@ def test_tensors_that_are_not_the_layouts_are_refused(directory: Path) -> None:
     with pytest.raises(ValueError, match=r"mla: expected int8\[num_blocks, 256\]"):
         CopyWorker(region, 0, [torch.zeros((4, 128), dtype=torch.int8)], [[LayerPages(0, 128)]])
     region.close()
+
+
+def head_pages(whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """What `rank` of `tp` holds of int8[blocks, stretches, heads, head_bytes]: its pages."""
+    heads = whole.shape[2]
+    shards = min(tp, heads)
+    own = heads // shards
+    first = rank // (tp // shards) * own
+    return whole[:, :, first : first + own].reshape(len(whole), -1)
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(8, 4), (8, 1), (1, 8), (4, 16), (2, 4), (16, 2)])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_dedup_rows_in_head_order_carry_over_to_other_tp(
+    directory: Path, wrote: int, reads: int, blocks_per_chunk: int
+) -> None:
+    """Written by `wrote` ranks and read by `reads`: every rank gets its own heads, and the rows
+    are those that a single rank would have written, byte for byte."""
+    random = np.random.default_rng(11)
+    shapes = {"split": (6, 4, 32), "whole": (1, 8, 20), "single": (4, 1, 48)}
+    content = {
+        name: torch.from_numpy(random.integers(-128, 128, (BLOCKS, *shape), dtype=np.int8))
+        for name, shape in shapes.items()
+    }
+
+    def ranks_of(tp: int, where: Path) -> Ranks:
+        where.mkdir()
+        layers = []
+        for name, (stretches, heads, head_bytes) in shapes.items():
+            page_bytes = stretches * heads * head_bytes // min(tp, heads)
+            layers.append(LayerFacts(name, page_bytes, heads=KvHeads(heads, stretches)))
+        made = Ranks(where, layers, tp, blocks_per_chunk)
+        for rank, tensors in enumerate(made.tensors):
+            for whole, tensor in zip(content.values(), tensors, strict=True):
+                tensor[:] = head_pages(whole, tp, rank)
+        return made
+
+    writers, readers = ranks_of(wrote, directory / "w"), ranks_of(reads, directory / "r")
+    single = ranks_of(1, directory / "1")
+    source, slots = list(range(2 * blocks_per_chunk)), [5, 9]
+    target = list(range(BLOCKS - len(source), BLOCKS))
+    for engine in (writers, single):
+        for worker in engine.workers:
+            worker.store([run(source, slots)])
+    assert writers.layout.row_bytes == readers.layout.row_bytes == single.layout.row_bytes
+    readers.wipe()
+    for slot in slots:
+        assert writers.region.row(slot) == single.region.row(slot)
+        readers.region.row(slot)[:] = writers.region.row(slot)
+    for rank, (worker, tensors) in enumerate(zip(readers.workers, readers.tensors, strict=True)):
+        worker.load([run(target, slots)])
+        for whole, tensor in zip(content.values(), tensors, strict=True):
+            assert torch.equal(tensor[target], head_pages(whole, reads, rank)[source])
+    for engine in (writers, readers, single):
+        engine.close()
