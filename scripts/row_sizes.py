@@ -53,7 +53,7 @@ def row_size(preset: Preset, tp: int, blocks_per_chunk: int) -> RowSize:
     facts = preset.facts(tp)
     layout = RowLayout.of(facts, parallel, blocks_per_chunk)
     kinds = [kind.kind for kind in preset.layers for _ in range(kind.count)]
-    replicas = {k: layout.replicas(row) for k, row in zip(kinds, layout.layers, strict=True)}
+    replicas = {k: row.replicas for k, row in zip(kinds, layout.layers, strict=True)}
     return RowSize(
         preset.model,
         tp,
