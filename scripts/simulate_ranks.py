@@ -19,8 +19,8 @@ from rich.table import Table
 
 from scripts.simulated_engine import EngineShape, Served, SimulatedEngine, chunk_key
 from storage.errors import StorageError
+from storage.options import StoreOptions
 from storage.sizes import format_size, parse_size
-from storage.store import StoreOptions
 from tiering.summary import dedup_line
 from tiering.topology import LayerFacts
 

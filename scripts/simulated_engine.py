@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 
 from storage.namespace import Identity
+from storage.options import StoreOptions
 from storage.service.client import RegionRows, StoreClient
-from storage.store import StoreOptions
 from storage.types import RowKey
 from tiering.manager import LookupResult, Tier, TieringManager
 from tiering.primary import PrimaryTier

@@ -40,6 +40,7 @@ class SpaceStat(NamedTuple):
 
     total_bytes: int
     available_bytes: int
+    total_inodes: int  # 0 where the file system counts none
     available_inodes: int
 
 
@@ -71,6 +72,10 @@ class Device(Protocol):
         ...
 
     def stat(self, path: Path) -> FileStat: ...
+
+    def is_linked(self, fd: int) -> bool:
+        """Whether the open file still has a name: False once somebody removed it."""
+        ...
 
     def space(self, path: Path) -> SpaceStat: ...
 
@@ -152,11 +157,18 @@ class LocalDevice:
             stat = os.stat(path, follow_symlinks=False)
         return FileStat(stat.st_size, stat.st_blocks * 512, stat.st_mtime, S_ISDIR(stat.st_mode))
 
+    def is_linked(self, fd: int) -> bool:
+        with _translated("fstat", self._path(fd)):
+            return os.fstat(fd).st_nlink > 0
+
     def space(self, path: Path) -> SpaceStat:
         with _translated("statvfs", path):
             stat = os.statvfs(path)
         return SpaceStat(
-            stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize, stat.f_favail
+            stat.f_blocks * stat.f_frsize,
+            stat.f_bavail * stat.f_frsize,
+            stat.f_files,
+            stat.f_favail,
         )
 
     def list(self, path: Path) -> list[str]:
@@ -164,7 +176,7 @@ class LocalDevice:
             return sorted(os.listdir(path))
 
     def make_directory(self, path: Path) -> None:
-        with _translated("mkdir", path):
+        with _translated("make_directory", path):
             os.makedirs(path, mode=0o700, exist_ok=True)
 
     def remove_directory(self, path: Path) -> None:
@@ -187,7 +199,7 @@ class LocalDevice:
 
     def write_file(self, path: Path, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _translated("write", path):
+        with _translated("write_file", path):
             fd = os.open(path, flags, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)

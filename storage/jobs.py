@@ -5,28 +5,39 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from storage.types import RowKey, RowOutcome
 
 
 @dataclass
 class RowCounters:
-    """Since the namespace was opened.  Each row of a job counts once, under its outcome."""
+    """Since the namespace was opened.  Each row of a job counts once, under its outcome:
+
+    rows_offered == rows_written + rows_already_stored + writes_declined + writes_failed.
+    """
 
     rows_read: int = 0
     bytes_read: int = 0
     rows_missing: int = 0
     rows_corrupt: int = 0
-    reads_failed: int = 0
+    reads_failed: int = 0  # those that hang included
+    rows_offered: int = 0
     rows_written: int = 0
     bytes_written: int = 0
     rows_already_stored: int = 0
-    writes_declined: int = 0
-    writes_failed: int = 0
-    rows_evicted: int = 0
+    declined_full: int = 0  # nothing to grow into, and no row that may go
+    declined_busy: int = 0  # too much waits to be written, or it waited too long
+    declined_disk: int = 0  # the disk takes no writes now
+    declined_twice: int = 0  # the same key is being written by another job
+    writes_failed: int = 0  # those that hang included
+    rows_evicted: int = 0  # for other rows of the namespace
     read_seconds: float = 0.0
     write_seconds: float = 0.0
+
+    @property
+    def writes_declined(self) -> int:
+        return self.declined_full + self.declined_busy + self.declined_disk + self.declined_twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +46,16 @@ class JobResult:
 
     `bytes_moved` counts rows that were read and verified, or written and published.
     `seconds` is from submission to the last row.
+    Rows that are HUNG are followed by a release each, once the device lets go of their buffers.
     """
 
     outcomes: list[RowOutcome]
     bytes_moved: int
     seconds: float
+
+
+def _nothing(_positions: list[int]) -> None:
+    pass
 
 
 class Job:
@@ -51,10 +67,12 @@ class Job:
         row_bytes: int,
         part_count: int,
         on_done: Callable[[JobResult], None],
+        on_release: Callable[[list[int]], None] = _nothing,
     ) -> None:
         self.keys = keys
         self.key_set = frozenset(keys)
         self.outcomes = [RowOutcome.FAILED] * len(keys)
+        self.on_release = on_release
         self._row_bytes = row_bytes
         self._left = part_count
         self._lock = threading.Lock()
@@ -72,19 +90,49 @@ class Job:
         self._on_done(JobResult(self.outcomes, moved, time.monotonic() - self._started))
 
 
-@dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a job, `start` being the position of the first in it."""
+    """Some rows of a job, `start` being the position of the first in it.
 
-    job: Job
-    start: int
-    keys: Sequence[RowKey]
-    buffers: Sequence[memoryview]
-    unfinished: set[int] = field(default_factory=set)
-    """Positions of rows that this part is writing and that have no outcome yet."""
+    The owner's lock guards it.  Positions count from the part's first row.
+    """
 
-    def report(self, position: int, outcome: RowOutcome) -> None:
+    def __init__(
+        self, job: Job, start: int, keys: Sequence[RowKey], buffers: Sequence[memoryview]
+    ) -> None:
+        self.job = job
+        self.start = start
+        self.keys = keys
+        self.buffers = buffers
+        self.unfinished: set[int] = set()
+        """Rows that this part is writing and that have no outcome yet."""
+        self.hung: list[int] = []
+        """Rows that were reported as HUNG: what becomes of them is told to nobody."""
+        self.is_overdue = False
+        self._open = set(range(len(keys)))  # rows without an outcome
+        self._is_done = False
+
+    def report(self, position: int, outcome: RowOutcome) -> bool:
+        """Whether it counts: not of a row that was reported as HUNG."""
+        if self.is_overdue:
+            return False
+        self._open.discard(position)
         self.job.outcomes[self.start + position] = outcome
+        return True
+
+    def end(self) -> bool:
+        """Its thread is through with it.  False if it was reported before, as overdue."""
+        self._is_done = True
+        return not self.is_overdue
+
+    def give_up(self) -> bool:
+        """The deadline has passed: rows without an outcome are HUNG.  False if it has ended."""
+        if self._is_done:
+            return False
+        self.is_overdue = True
+        self.hung = sorted(self._open)
+        for position in self.hung:
+            self.job.outcomes[self.start + position] = RowOutcome.HUNG
+        return True
 
 
 def wait(submit: Callable[[Callable[[JobResult], None]], None]) -> JobResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from enum import Enum
 from pathlib import Path
@@ -12,19 +13,36 @@ from storage.engine import IoEngine
 from storage.errors import DeviceError
 from storage.header import SegmentGeometry
 from storage.namespace import METADATA, Identity, namespace_metadata, rows_metadata
+from storage.options import StoreOptions
 from storage.segment import Segment, partial_path
-from storage.space import NAMESPACE_OVERHEAD_BYTES, SEGMENT_OVERHEAD_BYTES, Space
+from storage.space import (
+    NAMESPACE_OVERHEAD_BYTES,
+    SEGMENT_OVERHEAD_BYTES,
+    Limit,
+    Space,
+    limit_of,
+)
 from storage.types import Location, SegmentId
 
 
 class Owner(Protocol):
     """What a `RowStore` needs of the store that it belongs to."""
 
+    root: Path
+    options: StoreOptions
     device: Device
     lock: threading.RLock
     space: Space
     engine: IoEngine
     direct: bool
+
+    def next_use(self) -> int:
+        """What the next use of a row is called, under the lock: more than of any before it."""
+        ...
+
+    def note_use(self, last_use: int) -> None:
+        """A row that was found was last used then, under the lock."""
+        ...
 
     def make_room(self, size_bytes: int) -> bool:
         """Charge `size_bytes`, once stale namespaces gave up what they must; False if refused."""
@@ -38,8 +56,8 @@ class Growth(Enum):
     """By this thread or another: there are free slots, unless somebody was quicker."""
     REFUSED = "refused"
     """No room, or not now: reuse slots."""
-    READ_ONLY = "read-only"
-    """Nothing can be written at all: do not evict for it."""
+    FAILED = "failed"
+    """A read-only disk, or one that has room and makes no file: evicting would not help."""
 
 
 class SegmentPool:
@@ -60,6 +78,7 @@ class SegmentPool:
         self._owner = owner
         self._segments: dict[SegmentId, Segment] = {}
         self._with_free: dict[SegmentId, Segment] = {}  # those that have free slots
+        self._going: set[SegmentId] = set()  # no slot of theirs is given out any more
         self._left_alone: set[SegmentId] = set()  # there, charged, and not usable
         self._metadata_count = 0  # of segments, as the array's metadata says
         self._growth = threading.Lock()
@@ -103,20 +122,30 @@ class SegmentPool:
             return None
         return min(self._segments, key=lambda number: (self._segments[number].last_use, number))
 
+    def retire(self, number: SegmentId) -> None:
+        """Give out no more slots of a segment, under the lock: `remove` follows once it is idle."""
+        self._going.add(number)
+        self._with_free.pop(number, None)
+
+    def is_going(self, number: SegmentId) -> bool:
+        return number in self._going
+
+    def is_unused(self, number: SegmentId) -> bool:
+        """Whether a segment holds no row and nobody writes to it, under the lock."""
+        return self._segments[number].free_count == self.geometry.slots_per_segment
+
     def remove(self, number: SegmentId) -> None:
-        """Give a segment without I/O back to the file system, and what it was charged.
+        """Give a retired segment without rows or I/O back to the file system, and its charge.
 
         Raises `DeviceError`; then its file stays, and stays charged.
         """
         with self._owner.lock:
             segment = self._segments.pop(number)
-            self._with_free.pop(number, None)
-        try:
-            segment.remove()
-        except DeviceError:
-            self.leave_alone(number)
-            raise
+            self._going.discard(number)
+            self._left_alone.add(number)  # nobody makes a new one of that name meanwhile
+        segment.remove()
         with self._owner.lock:
+            self._left_alone.discard(number)
             self._owner.space.release(self.charge_bytes)
 
     # -- slots, under the owner's lock ----------------------------------------------------------
@@ -135,7 +164,7 @@ class SegmentPool:
         """Take what stands in a slot out of the table; the slot is free, or the caller's."""
         segment = self._segments[place.segment]
         segment.withdraw(place.slot, free=free)
-        if free:
+        if free and place.segment not in self._going:
             self._with_free[place.segment] = segment
 
     # -- growing --------------------------------------------------------------------------------
@@ -190,13 +219,19 @@ class SegmentPool:
         """Release what the failed segment was charged, unless its file is still there."""
         owner = self._owner
         is_left = exists(owner.device, partial_path(self.directory, number))
+        try:
+            stat = owner.device.space(owner.root)
+        except DeviceError:
+            stat = None
+        limit = limit_of(error, stat, self.charge_bytes)
         with owner.lock:
             if not is_left:
                 owner.space.release(self._charged_ahead)
                 self._charged_ahead = 0
-            can_reuse = bool(self._segments)
-            go_on = owner.space.growth_failed(error.errno, str(error), can_reuse=can_reuse)
-        return Growth.REFUSED if go_on else Growth.READ_ONLY
+            reason = str(error) if limit is Limit.DEVICE else f"{error}; short of {limit.value}"
+            owner.space.growth_failed(limit, error.errno, reason, can_reuse=bool(self._segments))
+        is_hopeless = error.errno == errno.EROFS or limit is Limit.NAMES
+        return Growth.FAILED if is_hopeless else Growth.REFUSED
 
     def write_metadata(self, segment_count: int) -> None:
         """Say in the array's metadata how many segments there are.  Raises `DeviceError`."""

@@ -31,14 +31,15 @@ from itertools import groupby
 from pathlib import Path
 
 from storage.engine import Queue, Task
-from storage.errors import CorruptRecord, DeviceError
+from storage.errors import DeviceError
 from storage.eviction import LeastRecentlyUsed
 from storage.header import SegmentGeometry
 from storage.index import RowIndex
 from storage.jobs import Job, JobResult, Part, RowCounters, wait
 from storage.namespace import Identity
 from storage.pool import Growth, Owner, SegmentPool
-from storage.segment import ROWS_PER_CALL, ReadRow, Segment, runs
+from storage.reading import RowReader, stretches
+from storage.segment import Segment
 from storage.space import is_full
 from storage.types import MAX_KEY_BYTES, STORED, Location, RowKey, RowOutcome, SegmentId
 
@@ -50,18 +51,10 @@ Placed = tuple[Location, int]  # a slot, and the position in a part of the row t
 
 _READ_PART_BYTES = 8 << 20  # of a job per task: small enough to share a job among the threads
 _WRITE_PART_BYTES = 32 << 20  # two header writes per part: they must not outweigh its rows
-_CALL_BYTES = 8 << 20  # to the device at once: more gains nothing, and holds up who waits behind
-READ_DEADLINE_S = 10.0  # in the queue; a prefill is quicker than that
-WRITE_DEADLINE_S = 30.0  # in the queue; the region pins its rows meanwhile
 
 
-def rows_per_call(row_bytes: int) -> int:
-    """How many rows one call to the device moves at most."""
-    return max(1, min(ROWS_PER_CALL, _CALL_BYTES // row_bytes))
-
-
-# Of a read: the fault is in this place on the disk, and stays there until it is overwritten.
-_BAD_PLACE_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
+def _nothing(_positions: list[int]) -> None:
+    pass
 
 
 class RowStore:
@@ -93,7 +86,7 @@ class RowStore:
         self._index = RowIndex()
         self._policy: LeastRecentlyUsed[RowKey] = LeastRecentlyUsed()
         self._writing: set[RowKey] = set()
-        self._use_count = 0
+        self._reader = RowReader(owner, self.pool, self._index, self.counters, self._drop)
 
     @property
     def row_bytes(self) -> int:
@@ -115,7 +108,7 @@ class RowStore:
                 self.pool.withdraw(place, free=True)
             else:
                 self._index.publish(key, place)
-            self._use_count = max(self._use_count, last_use)
+            self._owner.note_use(last_use)
         for _, key, place in sorted(found):
             if self._index.get(key) == place:
                 self._policy.add(key)
@@ -127,6 +120,7 @@ class RowStore:
         """
         with self._owner.lock:
             segment = self.pool[number]
+            self.pool.retire(number)
             keys = [RowKey(key) for _, key, _ in segment.rows()]
             assert not any(self._index.is_pinned(key) for key in keys), "rows are being read"
             idle = segment.free_count + len(keys) == self.geometry.slots_per_segment
@@ -185,31 +179,43 @@ class RowStore:
             for key in reversed(keys):
                 place = self._index.get(key)
                 if place is not None:
-                    self._use_count += 1
                     self._policy.touch(key)
-                    self.pool[place.segment].mark_used(place.slot, self._use_count)
+                    self.pool[place.segment].mark_used(place.slot, self._owner.next_use())
 
     def submit_read(
         self,
         keys: Sequence[RowKey],
         buffers: Sequence[memoryview],
         on_done: Callable[[JobResult], None],
+        on_release: Callable[[list[int]], None] = _nothing,
     ) -> None:
-        """Read rows into `buffers`.  `on_done` runs once, on an I/O thread."""
+        """Read rows into `buffers`.
+
+        `on_done` runs once, on an I/O thread, within `read_timeout_s` whatever the disk does.
+        The buffers of rows that are HUNG then stay the store's; `on_release` is called with their
+        positions in `keys`, each of them once, when the device lets go of them.
+        """
         self.touch(keys)
-        self._submit(Queue.READ, keys, buffers, on_done, self._read_part, READ_DEADLINE_S)
+        timeout_s = self._owner.options.read_timeout_s
+        self._submit(
+            Queue.READ, keys, buffers, on_done, on_release, self._reader.read_part, timeout_s
+        )
 
     def submit_write(
         self,
         keys: Sequence[RowKey],
         buffers: Sequence[memoryview],
         on_done: Callable[[JobResult], None],
+        on_release: Callable[[list[int]], None] = _nothing,
     ) -> None:
-        """Write rows, the chunks of one request from first to last.  `on_done` runs once, on an
-        I/O thread.  A row reported as stored is readable and survives the death of the process,
-        not a power cut.
+        """Write rows, the chunks of one request from first to last.
+
+        `on_done` runs once, within `write_timeout_s`: on an I/O thread, or here and now if too
+        much waits already.  A row reported as stored is readable and survives the death of the
+        process, not a power cut.  HUNG and `on_release` are as for `submit_read`.
         """
-        self._submit(Queue.WRITE, keys, buffers, on_done, self._write_part, WRITE_DEADLINE_S)
+        timeout_s = self._owner.options.write_timeout_s
+        self._submit(Queue.WRITE, keys, buffers, on_done, on_release, self._write_part, timeout_s)
 
     def read(self, keys: Sequence[RowKey], buffers: Sequence[memoryview]) -> JobResult:
         """`submit_read`, waiting for the result."""
@@ -237,8 +243,9 @@ class RowStore:
         keys: Sequence[RowKey],
         buffers: Sequence[memoryview],
         on_done: Callable[[JobResult], None],
+        on_release: Callable[[list[int]], None],
         run: Callable[[Part], None],
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys, but {len(buffers)} buffers")
@@ -257,14 +264,19 @@ class RowStore:
         part_bytes = _READ_PART_BYTES if queue is Queue.READ else _WRITE_PART_BYTES
         rows = max(1, part_bytes // self.row_bytes)
         starts = range(0, len(keys), rows)
-        job = Job(keys, self.row_bytes, len(starts), on_done)
-        deadline = time.monotonic() + deadline_s
+        if queue is Queue.WRITE:
+            with self._owner.lock:
+                self.counters.rows_offered += len(keys)
+        job = Job(keys, self.row_bytes, len(starts), on_done, on_release)
+        deadline = time.monotonic() + timeout_s
         for start in starts:
             part = Part(job, start, keys[start : start + rows], buffers[start : start + rows])
             task = Task(
                 run=lambda part=part: self._run_part(queue, run, part),  # type: ignore[misc]
                 expire=lambda part=part: self._expire_part(queue, part),  # type: ignore[misc]
                 deadline=deadline,
+                size_bytes=len(part.keys) * self.row_bytes,
+                overdue=lambda part=part: self._give_up_part(queue, part),  # type: ignore[misc]
             )
             self._owner.engine.submit(queue, task)
 
@@ -279,89 +291,37 @@ class RowStore:
             if queue is Queue.READ:
                 self.counters.reads_failed += len(part.keys)
             else:
-                self.counters.writes_declined += len(part.keys)
+                self.counters.declined_busy += len(part.keys)
                 for position in range(len(part.keys)):
                     part.report(position, RowOutcome.DECLINED)
         self._end_part(queue, part)
 
-    def _end_part(self, queue: Queue, part: Part) -> None:
+    def _give_up_part(self, queue: Queue, part: Part) -> None:
+        """Its thread is in a call that does not return: the job ends without it."""
+        with self._owner.lock:
+            if not part.give_up():
+                return
+            count = len(part.hung)
+            if queue is Queue.READ:
+                self.counters.reads_failed += count
+                self._owner.space.read_failed(errno.ETIMEDOUT)
+            else:
+                self.counters.writes_failed += count
+                self._owner.space.write_failed(errno.ETIMEDOUT, "a write does not return")
+        log.warning("the disk hangs: a %s of %d rows has not returned", queue.name.lower(), count)
         if part.job.part_done():
+            part.job.report()
+
+    def _end_part(self, queue: Queue, part: Part) -> None:
+        with self._owner.lock:
+            was_waited_for = part.end()
+        if not was_waited_for:
+            if part.hung:
+                part.job.on_release([part.start + position for position in part.hung])
+        elif part.job.part_done():
             if queue is Queue.WRITE:
                 self.touch(part.job.keys)  # whole jobs: parts end in any order
             part.job.report()
-
-    # -- reading --------------------------------------------------------------------------------
-
-    def _read_part(self, part: Part) -> None:
-        started = time.monotonic()
-        planned: list[tuple[Location, int]] = []  # place, position in the part
-        checksums: dict[Location, int] = {}
-        with self._owner.lock:
-            for position, key in enumerate(part.keys):
-                place = self._index.get(key)
-                if place is None:
-                    part.report(position, RowOutcome.MISSING)
-                    self.counters.rows_missing += 1
-                else:
-                    self._index.pin(place)
-                    entries = self.pool[place.segment].entries
-                    checksums[place] = int(entries["checksum"][place.slot])
-                    planned.append((place, position))
-        planned.sort()
-        for start, stop in self._stretches([place for place, _ in planned]):
-            stretch = planned[start:stop]
-            segment = self.pool[stretch[0][0].segment]
-            rows = [ReadRow(p.slot, checksums[p], part.buffers[i]) for p, i in stretch]
-            try:
-                errors = segment.read_rows(rows)
-            except BaseException:  # a bug; the pins must go all the same
-                with self._owner.lock:
-                    for place, _ in planned[start:]:
-                        self._index.unpin(place)
-                raise
-            self._finish_reads(part, segment, stretch, errors)
-        with self._owner.lock:
-            self.counters.read_seconds += time.monotonic() - started
-
-    def _finish_reads(
-        self,
-        part: Part,
-        segment: Segment,
-        stretch: list[tuple[Location, int]],
-        errors: list[CorruptRecord | DeviceError | None],
-    ) -> None:
-        bad: list[tuple[RowKey, CorruptRecord | DeviceError]] = []
-        dropped: list[RowKey] = []
-        with self._owner.lock:
-            for (place, position), error in zip(stretch, errors, strict=True):
-                self._index.unpin(place)
-                key = part.keys[position]
-                if error is None:
-                    part.report(position, RowOutcome.OK)
-                    self.counters.rows_read += 1
-                    self.counters.bytes_read += self.row_bytes
-                    continue
-                bad.append((key, error))
-                if isinstance(error, CorruptRecord):
-                    part.report(position, RowOutcome.CORRUPT)
-                    self.counters.rows_corrupt += 1
-                else:
-                    self.counters.reads_failed += 1
-                    if error.errno not in _BAD_PLACE_ERRNOS:
-                        continue
-                # Another reader of the same row may have dropped it already, or does so next.
-                if self._index.get(key) == place and not self._index.place_is_pinned(place):
-                    self._withdraw(key, free=True)
-                    dropped.append(key)
-            self._announce((), dropped)
-        for key, error in bad:
-            what = "dropped" if key in dropped else "could not read"
-            log.warning("%s row %s: %s", what, key.hex(), error)
-        if dropped:
-            try:
-                segment.flush_header(self._owner.lock)
-            except DeviceError as exc:
-                log.warning("could not record the loss of a row: %s", exc)
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -388,15 +348,17 @@ class RowStore:
                     part.report(position, RowOutcome.ALREADY_STORED)
                     self.counters.rows_already_stored += 1
                     continue
-                if key not in self._writing:
+                if key in self._writing:
+                    self.counters.declined_twice += 1
+                else:
                     writable = self._owner.space.may_write() if writable is None else writable
                     if writable:
                         self._writing.add(key)
                         part.unfinished.add(position)
                         new.append(position)
                         continue
+                    self.counters.declined_disk += 1
                 part.report(position, RowOutcome.DECLINED)
-                self.counters.writes_declined += 1
         return new
 
     def _write_rows(
@@ -426,7 +388,7 @@ class RowStore:
             if places:
                 return places
             growth = self.pool.grow()
-            if growth is Growth.READ_ONLY:
+            if growth is Growth.FAILED:
                 return []
             if growth is Growth.REFUSED:
                 return self._evict(part, count)
@@ -471,15 +433,15 @@ class RowStore:
         if must_forget:
             segment.forget(owner.lock)
         checksums: list[int] = []
-        for start, stop in self._stretches([place for place, _ in rows]):
+        for start, stop in stretches([place for place, _ in rows], self.row_bytes):
             buffers = [part.buffers[position] for _, position in rows[start:stop]]
             checksums += segment.write_rows(rows[start][0].slot, buffers)
         # Last first: a chain's head is its most recent row.
         newest_last = list(zip(rows, checksums, strict=True))[::-1]
         with owner.lock:
             for (place, position), checksum in newest_last:
-                self._use_count += 1
-                segment.name(place.slot, part.keys[position], checksum, self._use_count)
+                use = owner.next_use()
+                segment.name(place.slot, part.keys[position], checksum, use)
             version = segment.version
         segment.flush_header(owner.lock, version)
         with owner.lock:
@@ -519,16 +481,23 @@ class RowStore:
         with self._owner.lock:
             part.unfinished.remove(position)
             self._writing.remove(part.keys[position])
-            part.report(position, outcome)
+            if not part.report(position, outcome):
+                return  # it was counted when it was given up
             if outcome in STORED:
                 self.counters.rows_written += 1
                 self.counters.bytes_written += self.row_bytes
             elif outcome is RowOutcome.DECLINED:
-                self.counters.writes_declined += 1
+                self.counters.declined_full += 1
             else:
                 self.counters.writes_failed += 1
 
     # -- bookkeeping, under the lock ------------------------------------------------------------
+
+    def _drop(self, keys: Sequence[RowKey]) -> None:
+        """Rows that are not what was stored are gone; their slots are free."""
+        for key in keys:
+            self._withdraw(key, free=True)
+        self._announce((), keys)
 
     def _withdraw(self, key: RowKey, *, free: bool) -> Location:
         """Take a row out of index, policy and table; its slot is free, or the caller's."""
@@ -536,17 +505,6 @@ class RowStore:
         self._policy.remove(key)
         self.pool.withdraw(place, free=free)
         return place
-
-    def _stretches(self, places: Sequence[Location]) -> list[tuple[int, int]]:
-        """[start, stop) positions of the stretches of `places` that one call reads or writes."""
-        longest = rows_per_call(self.row_bytes)
-        found: list[tuple[int, int]] = []
-        start = 0
-        for _, group in groupby(places, key=lambda place: place.segment):
-            slots = [place.slot for place in group]
-            found += [(start + first, start + stop) for first, stop in runs(slots, longest)]
-            start += len(slots)
-        return found
 
     def _announce(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
         if self.on_change is not None and (published or withdrawn):

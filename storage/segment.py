@@ -396,6 +396,13 @@ class Segment:
 
     # -- end ------------------------------------------------------------------------------------
 
+    def is_lost(self) -> bool:
+        """Whether somebody removed the file: then it will not be there after a restart.
+
+        Raises `DeviceError` if the device does not say.
+        """
+        return not self._device.is_linked(self._fd)
+
     def close(self) -> None:
         """Close the file.  The caller has flushed the header and ended all I/O."""
         self._device.close(self._fd)

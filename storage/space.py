@@ -12,12 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from storage.device import SpaceStat
+from storage.errors import DeviceError
+
 # ext4 keeps four extents in the inode and counts further ones, in 4 KiB blocks of 340, in
 # st_blocks.  Writing into unwritten extents splits them, so a segment may still grow by a few.
 SEGMENT_OVERHEAD_BYTES = 32 << 10
 # Two small zarr.json files, each for a moment beside its successor, and three directories.
 NAMESPACE_OVERHEAD_BYTES = 64 << 10
 ROOT_OVERHEAD_BYTES = 32 << 10  # the root's zarr.json and its successor
+
+DEGRADED_AFTER = 8  # consecutive failed reads or writes; a stray one is no finding
 
 _BACKOFF_S_MIN = 1.0
 _BACKOFF_S_MAX = 60.0
@@ -36,6 +41,24 @@ class DiskState(Enum):
     """EIO and the like: no writes until a probe succeeds."""
 
 
+class Limit(Enum):
+    """What keeps a store from growing."""
+
+    NONE = ""
+    BUDGET = "budget"
+    SPACE = "space"
+    """Of the file system, less the reserve."""
+    QUOTA = "quota"
+    """A limit that the file system does not show: EDQUOT."""
+    INODES = "inodes"
+    DESCRIPTORS = "descriptors"
+    """Open files of this process or of the machine: EMFILE, ENFILE."""
+    NAMES = "names"
+    """ENOSPC for a new name although there are bytes and inodes: a directory's own limit."""
+    DEVICE = "device"
+    """New files fail for another reason, such as EIO or EACCES."""
+
+
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EFBIG})
 _READ_ONLY_ERRNOS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -43,6 +66,28 @@ _READ_ONLY_ERRNOS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 def is_full(code: int) -> bool:
     """Whether an errno says that something is used up: space, quota, files, size."""
     return code in _FULL_ERRNOS
+
+
+_NAMING_OPS = frozenset({"open", "make_directory", "rename", "write_file"})
+_INODES_OF_A_SEGMENT = 2  # a directory and a file
+
+
+def limit_of(error: DeviceError, stat: SpaceStat | None, size_bytes: int) -> Limit:
+    """What was short when making a file of `size_bytes` failed; `stat` was taken after that."""
+    match error.errno:
+        case errno.EDQUOT:
+            return Limit.QUOTA
+        case errno.EMFILE | errno.ENFILE:
+            return Limit.DESCRIPTORS
+        case errno.ENOSPC | errno.EFBIG:
+            if stat is None:
+                return Limit.SPACE
+            if stat.total_inodes and stat.available_inodes < _INODES_OF_A_SEGMENT:
+                return Limit.INODES
+            has_room = stat.available_bytes >= size_bytes
+            return Limit.NAMES if has_room and error.op in _NAMING_OPS else Limit.SPACE
+        case _:
+            return Limit.DEVICE
 
 
 @dataclass
@@ -60,6 +105,18 @@ class Space:
     charged_bytes: int = 0
     state: DiskState = DiskState.GROWING
     state_reason: str = ""
+    limit: Limit = Limit.NONE
+    """What the last refused growth lacked; NONE again once it succeeded."""
+    state_changes: dict[DiskState, int] = field(default_factory=dict)
+    """How often each state was entered."""
+    enospc: int = 0
+    """Calls that ended with ENOSPC or EDQUOT for want of space, inodes or quota."""
+    enospc_other: int = 0
+    """Calls that ended with ENOSPC though there was room: `Limit.NAMES`."""
+    failures: int = 0
+    """Reads and writes that failed since the last one that succeeded."""
+    last_errno: int = 0
+    """Of the last failure."""
     _probe_at: float = field(default=0.0, init=False)
     _backoff_s: float = field(default=_BACKOFF_S_MIN, init=False)
 
@@ -74,6 +131,18 @@ class Space:
     def release(self, size_bytes: int) -> None:
         self.charged_bytes -= size_bytes
         assert self.charged_bytes >= 0, "more released than charged"
+
+    @property
+    def effective_bytes(self) -> int:
+        """What the root may hold as far as is known: less than the budget once the disk said so."""
+        is_short = self.limit not in (Limit.NONE, Limit.BUDGET)
+        return min(self.charged_bytes, self.budget_bytes) if is_short else self.budget_bytes
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the disk takes no writes, or has failed `DEGRADED_AFTER` times in a row."""
+        takes_writes = self.state in (DiskState.GROWING, DiskState.FULL)
+        return not takes_writes or self.failures >= DEGRADED_AFTER
 
     def may_grow(self) -> bool:
         """Whether growing is worth a try now: not on a full disk until its next probe.
@@ -91,29 +160,51 @@ class Space:
         self._probe_at = self.now() + self._backoff_s  # one probe at a time
         return True
 
-    def growth_refused(self, reason: str) -> None:
+    def growth_refused(self, limit: Limit, reason: str) -> None:
         """The budget or the file system has no more room: reuse slots, probe again later."""
+        self.limit = limit
         if self.state in (DiskState.GROWING, DiskState.FULL):
             self._enter(DiskState.FULL, reason)
 
-    def growth_failed(self, code: int, reason: str, *, can_reuse: bool) -> bool:
-        """Making a segment ended with errno `code`.  Whether to go on and reuse slots.
+    def growth_failed(self, limit: Limit, code: int, reason: str, *, can_reuse: bool) -> None:
+        """Making a segment ended with errno `code`.
 
         What fails on new files need not fail on those that are there (`can_reuse`: there are
         some), so the next write decides; only a read-only file system is read-only throughout.
         """
-        if can_reuse and code != errno.EROFS and not is_full(code):
-            self.growth_refused(reason)
+        self.limit = limit
+        if limit is Limit.NAMES:
+            self.enospc_other += 1
+        elif code in (errno.ENOSPC, errno.EDQUOT):
+            self.enospc += 1
+        if is_full(code) or (can_reuse and code != errno.EROFS):
+            self.growth_refused(limit, reason)
         else:
-            self.write_failed(code, reason)
-        return code != errno.EROFS
+            self._fail(code, reason)
 
     def growth_succeeded(self) -> None:
+        self.limit = Limit.NONE
         if self.state is not DiskState.GROWING:
             self._enter(DiskState.GROWING, "there is room again")
 
     def write_failed(self, code: int, reason: str) -> None:
-        """A write ended with errno `code`."""
+        """A write to a slot ended with errno `code`."""
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            self.enospc += 1
+            self.limit = Limit.QUOTA if code == errno.EDQUOT else Limit.SPACE
+        self._fail(code, reason)
+
+    def read_failed(self, code: int) -> None:
+        """A read ended with errno `code`; that says nothing about writes."""
+        self.failures += 1
+        self.last_errno = code
+
+    def read_succeeded(self) -> None:
+        self.failures = 0
+
+    def _fail(self, code: int, reason: str) -> None:
+        self.failures += 1
+        self.last_errno = code
         if is_full(code):
             self._enter(DiskState.FULL, reason)
         elif code in _READ_ONLY_ERRNOS:
@@ -122,6 +213,7 @@ class Space:
             self._enter(DiskState.SUSPENDED, reason)
 
     def write_succeeded(self) -> None:
+        self.failures = 0
         if self.state in (DiskState.READ_ONLY, DiskState.SUSPENDED):
             self._enter(DiskState.GROWING, "writes succeed again")
 
@@ -134,4 +226,5 @@ class Space:
         changed = state is not self.state
         self.state, self.state_reason = state, reason
         if changed:
+            self.state_changes[state] = self.state_changes.get(state, 0) + 1
             self.on_state(state, reason)

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from storage.namespace import (
     namespace_metadata,
     read_geometry,
 )
+from storage.options import StoreOptions
 from storage.root import (
     StaleNamespace,
     allocated_bytes,
@@ -43,6 +43,7 @@ from storage.space import (
     ROOT_OVERHEAD_BYTES,
     SEGMENT_OVERHEAD_BYTES,
     DiskState,
+    Limit,
     Space,
 )
 from storage.types import PAGE_BYTES
@@ -54,30 +55,38 @@ _RESERVE_FRACTION = 100  # 1/100 of the file system stays free ...
 _RESERVE_BYTES_MAX = 1 << 30  # ... but no more than this
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """How to open a root.  Build it from settings with `tiering.config`, which checks them."""
-
-    root: Path
-    budget_bytes: int
-    segment_bytes: int | None = None
-    """About how large a new namespace's segments are; None: chosen from the budget."""
-    io_threads: int = 4  # 1 to 4 saturate a drive; more only add latency
-    reserve_bytes: int | None = None
-    """Free space to leave on the file system; None: 1 % of it, at most 1 GiB."""
-    lock_timeout_s: float = 10.0  # a predecessor that was just killed may still end its I/O
-
-
 class StoreUsage(NamedTuple):
     """Figures of a root, taken under its lock."""
 
     budget_bytes: int
+    effective_bytes: int
+    """What the root may hold as far as is known: less than the budget on a disk that has less."""
     used_bytes: int
     """Charged against the budget: allocated bytes and what the file system may add to them."""
     state: str
     state_reason: str
+    limit: str
+    """What growth lacks, as a `Limit`; empty while the store may grow."""
+    health: str
+    """"ok" or "degraded": no writes now, or `DEGRADED_AFTER` failures in a row."""
+    errno: int
+    """Of the last failure, 0 if there was none."""
+    enospc: int
+    enospc_other: int
+    external_removals: int
+    """Segments whose file somebody else removed."""
+    state_changes: dict[str, int]
     rows: int
     segments: int
+
+
+class CloseReport(NamedTuple):
+    """How a close went.  Unless `is_ended`, I/O hangs: its threads may still use their buffers, and
+    the lock is kept until the process ends.  `dropped_rows` were still queued to be written when
+    the time was up, and have been declined."""
+
+    is_ended: bool
+    dropped_rows: int
 
 
 class DiskStore:
@@ -103,9 +112,15 @@ class DiskStore:
         self._lock_fd = lock_fd
         self._stores: dict[str, RowStore] = {}
         self._stale: dict[str, StaleNamespace] = {}
-        self._closed = False
+        self._last_use = 0
+        self._external_removals = 0
+        self._closed: CloseReport | None = None
         self._charge_what_is_there()
-        self.engine = IoEngine(options.io_threads)  # last: its threads must be ended
+        self.engine = IoEngine(  # last: its threads must be ended
+            options.io_threads,
+            write_threads=options.write_threads,
+            queued_bytes_max=options.write_queue_bytes,
+        )
 
     @classmethod
     def open(
@@ -272,6 +287,18 @@ class DiskStore:
                 f"{self.root} with {total} bytes",
             )
 
+    # -- recency, under the lock ----------------------------------------------------------------
+
+    def next_use(self) -> int:
+        """Microseconds since 1970, raised where the clock stood still or went back: comparable
+        over the namespaces of a root, and over restarts."""
+        self._last_use = max(self._last_use + 1, time.time_ns() // 1000)
+        return self._last_use
+
+    def note_use(self, last_use: int) -> None:
+        """A row that was found was last used then."""
+        self._last_use = max(self._last_use, last_use)
+
     # -- space ----------------------------------------------------------------------------------
 
     def make_room(self, size_bytes: int) -> bool:
@@ -284,7 +311,7 @@ class DiskStore:
                 available = self.device.space(self.root).available_bytes
             except DeviceError as exc:
                 with self.lock:
-                    self.space.growth_refused(str(exc))
+                    self.space.growth_refused(Limit.DEVICE, str(exc))
                 return False
             with self.lock:
                 if self.space.can_charge(size_bytes, available):
@@ -295,9 +322,10 @@ class DiskStore:
         with self.lock:
             over_budget = self.space.charged_bytes + size_bytes > self.space.budget_bytes
             self.space.growth_refused(
+                Limit.BUDGET if over_budget else Limit.SPACE,
                 f"budget of {format_size(self.space.budget_bytes)} used up"
                 if over_budget
-                else f"file system has {format_size(available)} left"
+                else f"file system has {format_size(available)} left",
             )
         return False
 
@@ -368,13 +396,22 @@ class DiskStore:
 
     def usage(self) -> StoreUsage:
         with self.lock:
+            space = self.space
             return StoreUsage(
-                self.space.budget_bytes,
-                self.space.charged_bytes,
-                self.space.state.value,
-                self.space.state_reason,
-                sum(len(rows) for rows in self._stores.values()),
-                sum(len(rows.pool.numbers) for rows in self._stores.values()),
+                budget_bytes=space.budget_bytes,
+                effective_bytes=space.effective_bytes,
+                used_bytes=space.charged_bytes,
+                state=space.state.value,
+                state_reason=space.state_reason,
+                limit=space.limit.value,
+                health="degraded" if space.is_degraded else "ok",
+                errno=space.last_errno,
+                enospc=space.enospc,
+                enospc_other=space.enospc_other,
+                external_removals=self._external_removals,
+                state_changes={s.value: n for s, n in space.state_changes.items()},
+                rows=sum(len(rows) for rows in self._stores.values()),
+                segments=sum(len(rows.pool.numbers) for rows in self._stores.values()),
             )
 
     def _log_state(self, state: DiskState, reason: str) -> None:
@@ -388,22 +425,27 @@ class DiskStore:
         for rows in list(self._stores.values()):
             rows.flush(recency=True)
 
-    def close(self) -> bool:
-        """End the I/O under way, write what is pending, give the root up.  False if I/O hangs:
-        then its threads may still use their buffers, and the lock is kept until the process ends.
-        """
-        if self._closed:
-            return True
-        self._closed = True
-        if not self.engine.close(_CLOSE_TIMEOUT_S):
-            log.error("%s: I/O still under way after %g s", self.root, _CLOSE_TIMEOUT_S)
-            return False
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> CloseReport:
+        """Run what is queued, for `timeout_s` at most, write what is pending, give the root up."""
+        if self._closed is not None:
+            return self._closed
+        declined = self._count_busy()
+        is_ended = self.engine.close(timeout_s).is_ended
+        self._closed = CloseReport(is_ended, self._count_busy() - declined)
+        if self._closed.dropped_rows:
+            log.warning("%s: %d rows not written", self.root, self._closed.dropped_rows)
+        if not is_ended:
+            log.error("%s: I/O still under way after %g s", self.root, timeout_s)
+            return self._closed
         for rows in self._stores.values():
             rows.close()
         self._stores.clear()
         with contextlib.suppress(DeviceError):
             self.device.close(self._lock_fd)
-        return True
+        return self._closed
+
+    def _count_busy(self) -> int:
+        return sum(rows.count().declined_busy for rows in self._stores.values())
 
     def __enter__(self) -> DiskStore:
         return self

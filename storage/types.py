@@ -38,9 +38,13 @@ class RowOutcome(IntEnum):
     CORRUPT = 3
     """Read only: the bytes failed their checksum; the row has been dropped."""
     DECLINED = 4
-    """Write only: no room, the disk is not writable now, or the same key is being written."""
+    """Write only: no room, the disk takes no writes now, too many wait already, or the same key
+    is being written."""
     FAILED = 5
     """The device refused; nothing was published and nothing is left behind."""
+    HUNG = 6
+    """The device has not answered by the deadline.  A miss or a failed write, but its buffer stays
+    the store's until the release that follows when the device lets go of it."""
 
 
 STORED = frozenset({RowOutcome.OK, RowOutcome.ALREADY_STORED})

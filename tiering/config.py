@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from storage.errors import ConfigError
+from storage.options import StoreOptions
 from storage.sizes import parse_size
-from storage.store import StoreOptions
 
 
 class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,6 +26,14 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """About how large one file of a new namespace is.  Default: budget / 512, 4 MiB to 1 GiB."""
     io_threads: int = 4
     """Threads that read and write; at least 1."""
+    write_threads: int | None = None
+    """Of these, how many may write at once.  Default: all but one, so that reads find one."""
+    write_queue: str | int = "4GiB"
+    """Bytes of rows that may wait to be written; further ones are declined."""
+    read_timeout_s: float = 10.0
+    """After that a read has failed, whatever the disk does."""
+    write_timeout_s: float = 30.0
+    """After that a write has failed, whatever the disk does."""
     reserve: str | int | None = None
     """Free space to leave on the file system.  Default: 1 % of it, at most 1 GiB."""
 
@@ -101,6 +109,13 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         raise ConfigError(f"{where}.root", "a directory", disk.root)
     if not 1 <= disk.io_threads <= 256:
         raise ConfigError(f"{where}.io_threads", "1 to 256", disk.io_threads)
+    if disk.write_threads is not None and not 1 <= disk.write_threads <= disk.io_threads:
+        raise ConfigError(
+            f"{where}.write_threads", f"1 to io_threads ({disk.io_threads})", disk.write_threads
+        )
+    for name in ("read_timeout_s", "write_timeout_s"):
+        if not getattr(disk, name) > 0:
+            raise ConfigError(f"{where}.{name}", "seconds above 0", getattr(disk, name))
     budget = parse_size(disk.budget, f"{where}.budget")
     segment = disk.segment_size and parse_size(disk.segment_size, f"{where}.segment_size")
     if segment and segment > budget:
@@ -118,7 +133,11 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         budget_bytes=budget,
         segment_bytes=segment,
         io_threads=disk.io_threads,
+        write_threads=disk.write_threads,
         reserve_bytes=reserve,
+        read_timeout_s=disk.read_timeout_s,
+        write_timeout_s=disk.write_timeout_s,
+        write_queue_bytes=parse_size(disk.write_queue, f"{where}.write_queue"),
     )
 
 

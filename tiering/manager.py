@@ -11,8 +11,8 @@ what it found; only requests that arrived before it may evict that.  So the olde
 gets through, and one that wants more than the region has loads the part that fits.
 
 Nothing waits for ever: a request for which disk reads or slots do not come within
-`promotion_timeout_s` of its first wait finds a miss instead.  The slots of a read that hangs stay
-the store's until it ends.
+`promotion_timeout_s` of its first wait finds a miss instead.  A row whose read hangs is a miss for
+everybody; its slot, like that of a write that hangs, stays the store's until the disk lets go.
 
 One thread, the scheduler's, makes all calls.  None blocks, except `reset` and `close`.
 """
@@ -114,6 +114,8 @@ class TieringManager:
         self._holders: dict[RowKey, set[str]] = {}
         self._reads: dict[int, list[RowKey]] = {}  # job id -> chunks READING
         self._writes: dict[int, list[RowKey]] = {}  # job id -> chunks pinned for it
+        self._hung_reads: dict[tuple[int, int], RowKey] = {}  # (job id, position) -> chunk READING
+        self._hung_writes: dict[tuple[int, int], RowKey] = {}  # (job id, position) -> pinned chunk
         self._was_reset = False
         self._failed_reads: dict[RowKey, float] = {}  # key -> when to try again
         self._clearing: int | None = None  # job id
@@ -172,6 +174,8 @@ class TieringManager:
         if state is ChunkState.STORING:
             return LookupResult.HIT_PENDING
         if self._has_waited_enough(request):
+            return LookupResult.MISS
+        if state is ChunkState.READING and key in self._hung_reads.values():
             return LookupResult.MISS
         if state is ChunkState.READING:
             self._hold(key, request, request_id)
@@ -333,6 +337,8 @@ class TieringManager:
         if self.secondary is not None:
             for job in self.secondary.poll():
                 self._finish_job(job)
+            for place in self.secondary.take_released():
+                self._release(place)
 
     def _submit_reads(self, request: _Request) -> None:
         if request.promoting and self.secondary is not None:
@@ -345,7 +351,9 @@ class TieringManager:
             outcomes = list(zip(keys, job.outcomes, strict=True))
             self.primary.publish(key for key, outcome in outcomes if outcome is RowOutcome.OK)
             failed = [key for key, outcome in outcomes if outcome is not RowOutcome.OK]
-            self.primary.abandon(failed)
+            hung = self._hung_rows(job, keys)
+            self._hung_reads.update(hung)
+            self.primary.abandon(key for key in failed if key not in hung.values())
             self._forget_holders(failed)
             self.counters.promotions_failed += len(failed)
             if len(self._failed_reads) > _MAX_FAILED_KEYS:
@@ -353,7 +361,9 @@ class TieringManager:
             for key in failed:
                 self._failed_reads[key] = self._now() + _FAILED_READ_RETRY_S
         elif (keys := self._writes.pop(job.job_id, None)) is not None:
-            self.primary.unpin(keys)
+            hung = self._hung_rows(job, keys)
+            self._hung_writes.update(hung)
+            self.primary.unpin([key for key in keys if key not in hung.values()])
             stored = [k for k, o in zip(keys, job.outcomes, strict=True) if o in STORED]
             for key in stored:
                 self._failed_reads.pop(key, None)
@@ -361,6 +371,22 @@ class TieringManager:
         elif job.job_id == self._clearing:
             self._clearing = None
             self._is_cleared = job.outcomes == [RowOutcome.OK]
+
+    @staticmethod
+    def _hung_rows(job: FinishedJob, keys: list[RowKey]) -> dict[tuple[int, int], RowKey]:
+        """Whose slots are still the store's."""
+        return {
+            (job.job_id, position): key
+            for position, (key, outcome) in enumerate(zip(keys, job.outcomes, strict=True))
+            if outcome is RowOutcome.HUNG
+        }
+
+    def _release(self, place: tuple[int, int]) -> None:
+        """The store has let go of the slot of a row that hung."""
+        if (key := self._hung_reads.pop(place, None)) is not None:
+            self.primary.abandon([key])
+        else:
+            self.primary.unpin([self._hung_writes.pop(place)])
 
     def _note_evicted(self, keys: list[RowKey]) -> None:
         self._forget_holders(keys)
@@ -408,7 +434,7 @@ class TieringManager:
             self.primary.abandon(request.promoting)
             self._forget_holders(request.promoting)
             request.promoting.clear()
-        if not self._drain(lambda: bool(self._reads or self._writes) or self._clearing is not None):
+        if not self._drain(self._has_transfers):
             return False
         if self.secondary is not None:
             self._is_cleared = False
@@ -420,6 +446,10 @@ class TieringManager:
             self._drop_holds(request_id)
         self._failed_reads.clear()
         return True
+
+    def _has_transfers(self) -> bool:
+        moving = self._reads or self._writes or self._hung_reads or self._hung_writes
+        return bool(moving) or self._clearing is not None
 
     def _drain(self, is_busy: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + _RESET_TIMEOUT_S

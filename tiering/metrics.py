@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from storage.service.messages import Usage
-from storage.space import DiskState
+from storage.space import DiskState, Limit
 from tiering.manager import TieringManager
 from tiering.rows import RowLayout
 from tiering.summary import reasons
@@ -64,6 +64,18 @@ DISK_USED = _gauge("disk_used_bytes", "Bytes of the root charged against its bud
 DISK_BUDGET = _gauge("disk_budget_bytes", "Bytes that everything under the root may use.")
 DISK_ROWS = _gauge("disk_rows", "Rows of this engine's namespace on disk.")
 DISK_STATE = _gauge("disk_state", "1 for the state that the disk is in.", "state")
+DISK_STATE_CHANGES = _counter("disk_state_changes", "Times the disk entered a state.", "state")
+DISK_LIMIT = _gauge("disk_limit", "1 for what keeps the store from growing, if anything.", "limit")
+DISK_EFFECTIVE = _gauge(
+    "disk_effective_bytes", "Bytes that the root may hold, as far as the disk has shown."
+)
+DISK_DEGRADED = _gauge(
+    "disk_degraded", "1 while the disk takes no writes, or after 8 failures in a row."
+)
+DISK_NO_SPACE = _counter(
+    "disk_no_space", "Calls that ended with ENOSPC or EDQUOT; other: though there was room.", "kind"
+)
+EXTERNAL_REMOVALS = _counter("disk_external_removals", "Segments whose file somebody else removed.")
 DISK_UP = _gauge("disk_up", "1 while the store process serves.")
 STORE_RESTARTS = _counter("store_restarts", "Times the store process had to be started again.")
 REGION_SLOTS = _gauge("region_slots", "Slots of the region.", "use")
@@ -128,7 +140,10 @@ def collect(
     for outcome, count in (
         ("ok", usage.rows_written),
         ("already stored", usage.rows_already_stored),
-        ("declined", usage.writes_declined),
+        ("declined full", usage.declined_full),
+        ("declined busy", usage.declined_busy),
+        ("declined disk", usage.declined_disk),
+        ("declined twice", usage.declined_twice),
         ("failed", usage.writes_failed),
     ):
         yield Sample(ROWS_WRITTEN, ("disk", outcome), count)
@@ -137,8 +152,17 @@ def collect(
     yield Sample(DISK_ROWS, (), usage.rows)
     yield Sample(DISK_UP, (), float(store.is_up))
     yield Sample(STORE_RESTARTS, (), store.restarts)
+    yield Sample(DISK_EFFECTIVE, (), usage.effective_bytes)
+    yield Sample(DISK_DEGRADED, (), float(usage.health == "degraded"))
+    yield Sample(DISK_NO_SPACE, ("space",), usage.enospc)
+    yield Sample(DISK_NO_SPACE, ("other",), usage.enospc_other)
+    yield Sample(EXTERNAL_REMOVALS, (), usage.external_removals)
     for state in DiskState:
         yield Sample(DISK_STATE, (state.value,), float(usage.state == state.value))
+        yield Sample(DISK_STATE_CHANGES, (state.value,), usage.state_changes.get(state.value, 0))
+    for limit in Limit:
+        if limit is not Limit.NONE:
+            yield Sample(DISK_LIMIT, (limit.value,), float(usage.limit == limit.value))
 
 
 class Increments:

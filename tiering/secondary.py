@@ -13,7 +13,8 @@ class SecondaryTier(Protocol):
     """A store of rows that reads into and writes from the region, never a device.
 
     Thread: all calls come from the scheduler's thread, and none may block or do I/O.
-    Slots: from `read` or `write` until the job is polled, its slots belong to the tier.  A read
+    Slots: from `read` or `write` until the job is polled, its slots belong to the tier; those of
+    rows whose outcome is HUNG until `take_released` names them, as (job id, position).  A read
     may leave anything in the slot of a row whose outcome is not OK; a write changes nothing.
     Results: every job is polled exactly once, with one outcome per key in the order given.  A
     failed write leaves no row behind; a failed read says so, and the key may be asked again.
@@ -32,5 +33,7 @@ class SecondaryTier(Protocol):
     def clear(self) -> int: ...
 
     def poll(self) -> list[FinishedJob]: ...
+
+    def take_released(self) -> list[tuple[int, int]]: ...
 
     def close(self) -> None: ...

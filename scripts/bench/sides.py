@@ -20,8 +20,9 @@ from storage.device import aligned_buffer
 from storage.header import SegmentGeometry
 from storage.jobs import JobResult
 from storage.namespace import Identity
-from storage.rowstore import rows_per_call
-from storage.store import DiskStore, StoreOptions
+from storage.options import StoreOptions
+from storage.reading import rows_per_call
+from storage.store import DiskStore
 from storage.types import PAGE_BYTES, RowKey, RowOutcome, round_up
 
 IO_THREADS = StoreOptions(Path(), 0).io_threads  # as the product runs

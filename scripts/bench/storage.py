@@ -50,6 +50,7 @@ from scripts.bench.sides import IO_THREADS, RawSide, RowJob, Side, StoreSide, Wr
 from storage.errors import ConfigError, StorageError
 from storage.header import SegmentGeometry
 from storage.namespace import Identity
+from storage.options import StoreOptions
 from storage.service.client import RegionRows, StoreClient
 from storage.sizes import format_size, parse_size
 from storage.space import (
@@ -57,7 +58,6 @@ from storage.space import (
     ROOT_OVERHEAD_BYTES,
     SEGMENT_OVERHEAD_BYTES,
 )
-from storage.store import StoreOptions
 from storage.types import PAGE_BYTES, RowKey
 
 if TYPE_CHECKING:

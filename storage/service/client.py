@@ -27,6 +27,7 @@ import msgspec
 
 from storage.errors import StorageError
 from storage.namespace import Identity
+from storage.options import StoreOptions
 from storage.service import messages
 from storage.service.messages import (
     Attach,
@@ -38,13 +39,13 @@ from storage.service.messages import (
     Read,
     Ready,
     Refused,
+    Released,
     Request,
     Touch,
     Usage,
     Withdrawn,
     Write,
 )
-from storage.store import StoreOptions
 from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.client")
@@ -74,7 +75,8 @@ class RegionRows:
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """Reported once per job.  `outcomes[i]` belongs to the job's i-th key."""
+    """Reported once per job.  `outcomes[i]` belongs to the job's i-th key.  Where it is HUNG, the
+    key's slot stays the store's until `take_released` names it."""
 
     job_id: int
     outcomes: list[RowOutcome]
@@ -126,6 +128,8 @@ class StoreClient:
         self._now = now
         self._keys: set[bytes] = set()
         self._jobs: dict[int, int] = {}  # job id -> number of outcomes
+        self._hung: dict[int, set[int]] = {}  # job id -> positions not released yet
+        self._released: list[tuple[int, int]] = []
         self._next_job_id = 0
         self._finished: list[FinishedJob] = []
         self._connection: socket.socket | None = None
@@ -247,6 +251,12 @@ class StoreClient:
         finished, self._finished = self._finished, []
         return finished
 
+    def take_released(self) -> list[tuple[int, int]]:
+        """(job id, position) of HUNG rows whose slots the store has let go of since the last
+        call: by the end of their I/O, or of the store process.  Call it after `poll`."""
+        released, self._released = self._released, []
+        return released
+
     def _submit(self, request: Read | Write | Clear) -> int:
         self._next_job_id += 1
         count = 1 if isinstance(request, Clear) else len(request.keys)
@@ -272,17 +282,12 @@ class StoreClient:
             self._process = self._spawn(theirs)
         attach = Attach(
             protocol_version=messages.PROTOCOL_VERSION,
-            root=str(self._options.root),
-            budget_bytes=self._options.budget_bytes,
-            segment_bytes=self._options.segment_bytes,
-            io_threads=self._options.io_threads,
+            options=self._options,
             model=self._identity.model,
             identity=self._identity.fields,
             row_bytes=self._rows.row_bytes,
             row_count=self._rows.row_count,
             rows_offset=self._rows.rows_offset,
-            reserve_bytes=self._options.reserve_bytes,
-            lock_timeout_s=self._options.lock_timeout_s,
         )
         frame = messages.encode_frame([attach])
         ours.setblocking(False)
@@ -349,6 +354,17 @@ class StoreClient:
                 decoded = [RowOutcome(code) for code in outcomes]
                 del self._jobs[job_id]
                 self._finished.append(FinishedJob(job_id, decoded, bytes_moved, seconds))
+                hung = {i for i, o in enumerate(decoded) if o is RowOutcome.HUNG}
+                if hung:
+                    self._hung[job_id] = hung
+            case Released(job_id, positions):
+                left = self._hung.get(job_id, set())
+                if not left.issuperset(positions):
+                    raise ValueError(f"release of rows of job {job_id} that do not hang")
+                left.difference_update(positions)
+                self._released += [(job_id, position) for position in positions]
+                if not left:
+                    self._hung.pop(job_id, None)
             case Published(keys):
                 self._keys.update(keys)
             case Withdrawn(keys):
@@ -386,6 +402,9 @@ class StoreClient:
         for job_id, count in self._jobs.items():
             self._finish(job_id, count, RowOutcome.FAILED)
         self._jobs.clear()
+        for job_id, positions in self._hung.items():
+            self._released += [(job_id, position) for position in sorted(positions)]
+        self._hung.clear()
         return True
 
     def _disconnect(self) -> None:

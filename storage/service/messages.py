@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+from storage.options import StoreOptions
+
+PROTOCOL_VERSION = 2
 FRAME_HEAD = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20  # far above what a batch of jobs takes; more is a stranger talking
 
@@ -21,21 +24,17 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     """First message of an engine.  Row i of its region stands at `rows_offset + i * row_bytes`."""
 
     protocol_version: int
-    root: str
-    budget_bytes: int
-    segment_bytes: int | None
-    io_threads: int
+    options: StoreOptions
     model: str
     identity: dict[str, Any]
     row_bytes: int
     row_count: int
     rows_offset: int
-    reserve_bytes: int | None
-    lock_timeout_s: float
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
-    """Copy rows from disk into region rows; answered by one `Done`."""
+    """Copy rows from disk into region rows; answered by one `Done`, and a `Released` for rows that
+    it calls HUNG."""
 
     job_id: int
     keys: list[bytes]
@@ -98,13 +97,32 @@ class Done(msgspec.Struct, tag="done", frozen=True):
     seconds: float
 
 
+class Released(msgspec.Struct, tag="released", frozen=True):
+    """The device has let go of the region rows at these `positions` of a job whose `Done` called
+    them HUNG: they are the engine's again."""
+
+    job_id: int
+    positions: list[int]
+
+
 class Usage(msgspec.Struct, tag="usage", frozen=True):
-    """Figures of the root and of this namespace since it was opened; sent when they change."""
+    """Figures of the root and of this namespace since it was opened; sent when they change.
+
+    The first are those of `StoreUsage`, the others those of `RowCounters`.
+    """
 
     budget_bytes: int = 0
+    effective_bytes: int = 0
     used_bytes: int = 0
     state: str = ""
     state_reason: str = ""
+    limit: str = ""
+    health: str = ""
+    errno: int = 0
+    enospc: int = 0
+    enospc_other: int = 0
+    external_removals: int = 0
+    state_changes: dict[str, int] = {}
     rows: int = 0
     segments: int = 0
     rows_read: int = 0
@@ -112,10 +130,14 @@ class Usage(msgspec.Struct, tag="usage", frozen=True):
     rows_missing: int = 0
     rows_corrupt: int = 0
     reads_failed: int = 0
+    rows_offered: int = 0
     rows_written: int = 0
     bytes_written: int = 0
     rows_already_stored: int = 0
-    writes_declined: int = 0
+    declined_full: int = 0
+    declined_busy: int = 0
+    declined_disk: int = 0
+    declined_twice: int = 0
     writes_failed: int = 0
     rows_evicted: int = 0
     read_seconds: float = 0.0
@@ -123,10 +145,23 @@ class Usage(msgspec.Struct, tag="usage", frozen=True):
 
 
 Request = Attach | Read | Write | Touch | Clear
-Reply = Attached | Ready | Refused | Published | Withdrawn | Done | Usage
+Reply = Attached | Ready | Refused | Published | Withdrawn | Done | Released | Usage
 
-_encoder = msgspec.msgpack.Encoder()
-request_decoder = msgspec.msgpack.Decoder(list[Request])
+
+def _encode_path(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} in a message")
+
+
+def _decode_path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} in a message")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_path)
+request_decoder = msgspec.msgpack.Decoder(list[Request], dec_hook=_decode_path)
 reply_decoder = msgspec.msgpack.Decoder(list[Reply])
 
 

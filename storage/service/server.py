@@ -14,7 +14,6 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -32,6 +31,7 @@ from storage.service.messages import (
     Read,
     Ready,
     Refused,
+    Released,
     Reply,
     Request,
     Touch,
@@ -39,7 +39,7 @@ from storage.service.messages import (
     Withdrawn,
     Write,
 )
-from storage.store import DiskStore, StoreOptions
+from storage.store import DiskStore
 from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.service")
@@ -93,15 +93,7 @@ class Session:
             raise StorageError(f"region: expected {region_bytes} bytes, found {found}")
         self._region = memoryview(mmap.mmap(region_fd, region_bytes, mmap.MAP_SHARED))
         self._attach = attach
-        options = StoreOptions(
-            root=Path(attach.root),
-            budget_bytes=attach.budget_bytes,
-            segment_bytes=attach.segment_bytes,
-            io_threads=attach.io_threads,
-            reserve_bytes=attach.reserve_bytes,
-            lock_timeout_s=attach.lock_timeout_s,
-        )
-        self.store = DiskStore.open(options)
+        self.store = DiskStore.open(attach.options)
         try:
             identity = Identity(attach.model, attach.identity)
             self.rows: RowStore = self.store.open_rows(identity, attach.row_bytes)
@@ -128,10 +120,10 @@ class Session:
         match request:
             case Read(job_id, keys, slots):
                 buffers = [self._row(slot) for slot in slots]
-                self.rows.submit_read(_row_keys(keys), buffers, self._reporter(job_id))
+                self.rows.submit_read(_row_keys(keys), buffers, *self._reporters(job_id))
             case Write(job_id, keys, slots):
                 buffers = [self._row(slot) for slot in slots]
-                self.rows.submit_write(_row_keys(keys), buffers, self._reporter(job_id))
+                self.rows.submit_write(_row_keys(keys), buffers, *self._reporters(job_id))
             case Touch(keys):
                 self.rows.touch(_row_keys(keys))
             case Clear(job_id):
@@ -159,13 +151,18 @@ class Session:
         start = self._attach.rows_offset + slot * self._attach.row_bytes
         return self._region[start : start + self._attach.row_bytes]
 
-    def _reporter(self, job_id: int) -> Callable[[JobResult], None]:
+    def _reporters(
+        self, job_id: int
+    ) -> tuple[Callable[[JobResult], None], Callable[[list[int]], None]]:
         def report(result: JobResult) -> None:
             self._send_usage()
             outcomes = bytes(result.outcomes)
             self._outbox.put(Done(job_id, outcomes, result.bytes_moved, result.seconds))
 
-        return report
+        def release(positions: list[int]) -> None:
+            self._outbox.put(Released(job_id, positions))
+
+        return report, release
 
     def _on_change(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
         for start in range(0, len(withdrawn), _KEYS_PER_MESSAGE):

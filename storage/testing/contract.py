@@ -18,13 +18,14 @@ import pytest
 from storage.device import Device
 from storage.header import SLOT_HEADER_BYTES, SegmentGeometry
 from storage.namespace import Identity
+from storage.options import StoreOptions
 from storage.rowstore import RowStore
 from storage.space import (
     NAMESPACE_OVERHEAD_BYTES,
     ROOT_OVERHEAD_BYTES,
     SEGMENT_OVERHEAD_BYTES,
 )
-from storage.store import DiskStore, StoreOptions
+from storage.store import DiskStore
 from storage.testing.rows import aligned_rows, filled_rows, key_of, row_of
 from storage.types import STORED, RowKey, RowOutcome
 
@@ -85,7 +86,7 @@ class StoreHarness:
             raise
 
     def close(self) -> None:
-        assert self.store.close()
+        assert self.store.close().is_ended
 
     def reopen(self) -> None:
         self.close()

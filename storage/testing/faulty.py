@@ -243,6 +243,10 @@ class FaultyDevice:
         self._strike("stat", path)
         return self._device.stat(path)
 
+    def is_linked(self, fd: int) -> bool:
+        self._strike("is_linked", self._path(fd))
+        return self._device.is_linked(fd)
+
     def space(self, path: Path) -> SpaceStat:
         self._strike("space", path)
         return self._device.space(path)

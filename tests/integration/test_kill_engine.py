@@ -28,7 +28,7 @@ _NURSERY = """
 import os, random, signal, sys
 from pathlib import Path
 from scripts.simulated_engine import EngineShape, Served, SimulatedEngine, chunk_key
-from storage.store import StoreOptions
+from storage.options import StoreOptions
 from tiering.topology import LayerFacts
 import torch
 torch.set_num_threads(1)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from storage.namespace import Identity
-from storage.store import DiskStore, StoreOptions
+from storage.options import StoreOptions
+from storage.store import DiskStore
 from storage.testing.contract import options_for
 from storage.testing.rows import (
     aligned_rows,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from storage.namespace import Identity
-from storage.store import DiskStore, StoreOptions
+from storage.options import StoreOptions
+from storage.store import DiskStore
 from storage.testing.rows import aligned_rows, bytes_on_disk, filled_rows, key_of, row_of
 from storage.types import RowOutcome
 

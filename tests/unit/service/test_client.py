@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from storage.namespace import Identity
+from storage.options import StoreOptions
 from storage.service.client import FinishedJob, RegionRows, StoreClient, StoreRefused
-from storage.store import DiskStore, StoreOptions
+from storage.store import DiskStore
 from storage.types import RowKey, RowOutcome
 
 ROW_BYTES = 16384

@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 
 from storage.namespace import Identity
+from storage.options import StoreOptions
 from storage.service import client as client_module
 from storage.service.client import RegionRows, StoreClient, StoreRefused
-from storage.service.messages import Done, Published, Ready, Reply, encode_frame
-from storage.store import StoreOptions
+from storage.service.messages import Done, Published, Ready, Released, Reply, encode_frame
 from storage.types import RowKey, RowOutcome
 
 KEY = RowKey(b"key")
@@ -119,15 +119,35 @@ def test_slots_are_nobodys_until_the_process_is_gone(
     assert client.is_up
 
 
+def test_slots_of_rows_that_hang_are_nobodys_until_released(
+    client: StoreClient, store: PlayedStore
+) -> None:
+    job = client.read([KEY, KEY, KEY], [0, 1, 2])
+    store.say(Done(job, bytes([RowOutcome.HUNG, RowOutcome.OK, RowOutcome.HUNG]), 4096, 0.1))
+    [finished] = client.poll()
+    assert finished.outcomes == [RowOutcome.HUNG, RowOutcome.OK, RowOutcome.HUNG]
+    assert client.take_released() == []
+    store.say(Released(job, [2]))
+    client.poll()
+    assert client.take_released() == [(job, 2)]
+    store.hang_up()
+    client.poll()
+    assert client.take_released() == [], "the process may still be there"
+    store.has_ended = True
+    client.poll()
+    assert client.take_released() == [(job, 0)]
+
+
 @pytest.mark.parametrize(
     "reply",
     [
+        Released(0, [0]),
         Done(999, bytes([0]), 0, 0.0),
         Done(0, b"", 0, 0.0),
         Done(0, bytes([0, 0]), 0, 0.0),
         Done(0, bytes([77]), 0, 0.0),
     ],
-    ids=["unknown job", "no outcome", "too many outcomes", "unknown outcome"],
+    ids=["release", "unknown job", "no outcome", "too many outcomes", "unknown outcome"],
 )
 def test_a_store_that_talks_nonsense_is_killed_and_its_jobs_fail(
     client: StoreClient, store: PlayedStore, reply: Any

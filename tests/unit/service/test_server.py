@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import DeviceError
+from storage.options import StoreOptions
 from storage.service import server
 from storage.service.messages import (
     MAX_FRAME_BYTES,
@@ -45,17 +46,12 @@ class Replies(Outbox):
 def attach(root: Path, *, version: int = PROTOCOL_VERSION, rows: int = 4) -> Attach:
     return Attach(
         protocol_version=version,
-        root=str(root),
-        budget_bytes=4_000_000,
-        segment_bytes=None,
-        io_threads=1,
+        options=StoreOptions(root, 4_000_000, io_threads=1, reserve_bytes=0, lock_timeout_s=0.1),
         model="model",
         identity={},
         row_bytes=ROW_BYTES,
         row_count=rows,
         rows_offset=4096,
-        reserve_bytes=0,
-        lock_timeout_s=0.1,
     )
 
 

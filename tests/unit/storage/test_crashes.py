@@ -270,7 +270,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         order = self.harness.rows.keys()
-        assert self.harness.store.close()
+        assert self.harness.store.close().is_ended
         self.open()
         assert self.harness.rows.keys() == order, "recency is kept"
 

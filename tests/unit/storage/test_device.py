@@ -127,10 +127,11 @@ def test_free_space_is_what_this_user_may_take(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Stat:
-        f_frsize, f_bsize, f_blocks, f_bfree, f_bavail, f_favail = 4096, 1 << 20, 2000, 1000, 10, 7
+        f_frsize, f_bsize, f_blocks, f_bfree, f_bavail = 4096, 1 << 20, 2000, 1000, 10
+        f_files, f_favail = 9, 7
 
     monkeypatch.setattr(os, "statvfs", lambda _path: Stat)
-    assert LocalDevice().space(tmp_path) == (2000 * 4096, 40960, 7)
+    assert LocalDevice().space(tmp_path) == (2000 * 4096, 40960, 9, 7)
 
 
 def test_a_replaced_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_reads_go_before_writes_that_wait() -> None:
     gate.open.set()
     assert done.wait(10)
     assert order == ["r", "w0", "w1", "w2"]
-    assert engine.close(5)
+    assert engine.close(5).is_ended
 
 
 def test_writes_leave_one_thread_to_reads() -> None:
@@ -55,7 +55,7 @@ def test_writes_leave_one_thread_to_reads() -> None:
     assert not gates[2].begun.is_set()
     for gate in gates:
         gate.open.set()
-    assert engine.close(5)
+    assert engine.close(5).is_ended
     assert all(gate.begun.is_set() for gate in gates), "what is queued at close is still run"
 
 
@@ -65,12 +65,123 @@ def test_a_task_past_its_deadline_expires_instead() -> None:
     engine.submit(Queue.READ, Task(lambda: ran.append(1), expired.set, time.monotonic() - 1))
     assert expired.wait(10)
     assert not ran
-    assert engine.close(5)
+    assert engine.close(5).is_ended
+
+
+def test_no_more_than_so_many_write_at_once() -> None:
+    engine = IoEngine(4, write_threads=2)
+    gates = [Gate() for _ in range(3)]
+    for gate in gates:
+        engine.submit(Queue.WRITE, task(gate))
+    reads = [Gate() for _ in range(2)]
+    for read in reads:
+        engine.submit(Queue.READ, task(read))
+    assert all(gate.begun.wait(10) for gate in (*gates[:2], *reads))
+    assert not gates[2].begun.is_set()
+    for gate in (*reads, *gates):
+        gate.open.set()
+    assert engine.close(5).is_ended
+
+
+def test_background_work_waits_for_reads_and_writes() -> None:
+    engine = IoEngine(2)
+    gates, order = [Gate(), Gate()], []
+    engine.submit(Queue.READ, task(gates[0]))
+    engine.submit(Queue.WRITE, task(gates[1]))
+    assert all(gate.begun.wait(10) for gate in gates)
+    engine.submit(Queue.BACKGROUND, task(lambda: order.append("b")))
+    engine.submit(Queue.WRITE, task(lambda: order.append("w")))
+    gates[0].open.set()  # this thread may take neither: the one write thread is busy
+    engine.submit(Queue.READ, task(lambda: order.append("r")))
+    gates[1].open.set()
+    assert engine.close(5).is_ended
+    assert order == ["r", "w", "b"]
+
+
+def test_writes_beyond_the_bound_expire_at_once_and_reads_do_not() -> None:
+    engine = IoEngine(2, queued_bytes_max=100)
+    gate, read = Gate(), threading.Event()
+    engine.submit(Queue.WRITE, task(gate))
+    assert gate.begun.wait(10)
+    ran, expired = [], []
+    for i in range(50):
+        run = lambda i=i: ran.append(i)  # noqa: E731
+        expire = lambda i=i: expired.append(i)  # noqa: E731
+        engine.submit(Queue.WRITE, Task(run, expire, time.monotonic() + 60, size_bytes=10))
+    assert expired == list(range(10, 50))
+    engine.submit(Queue.READ, task(read.set))
+    assert read.wait(10)
+    gate.open.set()
+    assert engine.close(5).is_ended
+    assert ran == list(range(10))
+
+
+def test_a_task_that_hangs_is_overdue_and_the_others_go_on() -> None:
+    engine = IoEngine(2)
+    gate, overdue, other = Gate(), threading.Event(), threading.Event()
+    deadline = time.monotonic() + 0.1
+    engine.submit(Queue.READ, Task(gate, lambda: None, deadline, overdue=overdue.set))
+    assert overdue.wait(10)
+    assert not gate.open.is_set()
+    engine.submit(Queue.READ, task(other.set))
+    assert other.wait(10), "one thread is caught, the other works"
+    gate.open.set()
+    assert engine.close(5).is_ended
+
+
+def test_a_disk_that_has_caught_every_thread_keeps_nobody_waiting() -> None:
+    engine = IoEngine(2)
+    gates = [Gate(), Gate()]
+    overdue = [threading.Event(), threading.Event()]
+    for gate, event in zip(gates, overdue, strict=True):
+        engine.submit(
+            Queue.READ, Task(gate, lambda: None, time.monotonic() + 0.2, overdue=event.set)
+        )
+    expired = threading.Event()
+    engine.submit(Queue.WRITE, task(lambda: None, expired.set))
+    assert all(event.wait(10) for event in overdue)
+    assert expired.wait(10), "what waited when the last one was caught"
+    at_once = threading.Event()
+    engine.submit(Queue.READ, task(lambda: None, at_once.set))
+    assert at_once.is_set()
+    gates[0].open.set()
+    deadline = time.monotonic() + 10
+    again = threading.Event()
+    while not again.is_set() and time.monotonic() < deadline:
+        engine.submit(Queue.READ, task(again.set))
+        time.sleep(0.01)
+    assert again.is_set(), "it is back"
+    gates[1].open.set()
+    assert engine.close(5).is_ended
+
+
+def test_a_queued_task_expires_at_its_deadline_though_all_threads_are_busy() -> None:
+    engine = IoEngine(1)
+    gate, expired = Gate(), threading.Event()
+    engine.submit(Queue.READ, task(gate))
+    assert gate.begun.wait(10)
+    engine.submit(Queue.READ, Task(lambda: None, expired.set, time.monotonic() + 0.1))
+    assert expired.wait(10)
+    gate.open.set()
+    assert engine.close(5).is_ended
+
+
+def test_close_expires_what_it_has_no_time_for() -> None:
+    engine = IoEngine(1)
+    gate, expired = Gate(), []
+    engine.submit(Queue.READ, task(gate))
+    assert gate.begun.wait(10)
+    for i in range(3):
+        engine.submit(Queue.WRITE, task(lambda: None, lambda i=i: expired.append(i)))  # type: ignore[misc]
+    threading.Timer(0.2, gate.open.set).start()
+    closed = engine.close(0.05)
+    assert closed == (True, 3)
+    assert expired == [0, 1, 2]
 
 
 def test_a_task_after_close_expires_at_once() -> None:
     engine = IoEngine(2)
-    assert engine.close(5)
+    assert engine.close(5).is_ended
     ran, expired = [], threading.Event()
     engine.submit(Queue.READ, task(lambda: ran.append(1), expired.set))
     assert expired.is_set()
@@ -92,7 +203,7 @@ def test_a_task_that_raises_costs_no_thread(
             engine.submit(queue, task(fail))
         engine.submit(queue, task(done.set))
         assert done.wait(10)
-    assert engine.close(5)
+    assert engine.close(5).is_ended
 
 
 def test_close_says_when_io_hangs() -> None:
@@ -101,10 +212,10 @@ def test_close_says_when_io_hangs() -> None:
     engine.submit(Queue.WRITE, task(gate))
     assert gate.begun.wait(10)
     started = time.monotonic()
-    assert not engine.close(0.05)
+    assert not engine.close(0.05).is_ended
     assert time.monotonic() - started < 2
     gate.open.set()
-    assert engine.close(5)
+    assert engine.close(5).is_ended
 
 
 def test_many_tasks_from_many_threads_all_run_once() -> None:
@@ -124,5 +235,5 @@ def test_many_tasks_from_many_threads_all_run_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert engine.close(20)
+    assert engine.close(20).is_ended
     assert counts == [1] * 2000

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -203,11 +205,15 @@ def test_when_nothing_new_can_be_made_slots_are_reused(
     for key in KEYS[:4]:
         harness.write([key])
     harness.faulty.add(Raise(code), op)
+    if code == errno.ENOSPC and op != "allocate":
+        # There is room, so it is not about room: nothing is evicted for the row that met it.
+        assert harness.write([KEYS[19]]) == [DECLINED]
+        assert harness.rows.count().rows_evicted == 0
     for key in KEYS[20:26]:
         assert harness.write([key]) == [OK]
     assert harness.store.usage().state == "full"
     attempts = harness.faulty.count("space")
-    assert attempts <= 3, "growth is not tried again before its back-off"
+    assert attempts <= 4, "growth is not tried again before its back-off"
     harness.check(set(KEYS[22:26]))
     harness.faulty.faults.clear()
     harness.now += 1.01
@@ -319,7 +325,7 @@ def test_close_that_fails_is_no_reason_to_keep_the_root(memory_path: Path) -> No
     fds = len(os.listdir("/proc/self/fd"))
     harness.faulty.add(Raise(errno.ENOSPC), "close")
     harness.faulty.add(Raise(errno.ENOSPC), "pwritev")
-    assert harness.store.close()
+    assert harness.store.close().is_ended
     assert len(os.listdir("/proc/self/fd")) == fds - 3  # two segments and the lock
     harness.faulty.faults.clear()
     harness.open()
@@ -410,6 +416,94 @@ def test_rows_that_are_being_read_are_not_evicted(harness: FaultyHarness) -> Non
     assert buffers == filled_rows(KEYS[:16], harness.row_bytes)
     assert harness.write([KEYS[20]]) == [OK]
     harness.check({*KEYS[:15], KEYS[20]})
+
+
+@pytest.mark.parametrize("op", ["preadv", "pwritev"])
+def test_a_call_that_hangs_ends_as_a_miss_and_keeps_its_buffer(memory_path: Path, op: str) -> None:
+    """The row that hangs is reported by the deadline, its buffer when the call returns; the other
+    parts of the job, other jobs and the end of the store go their way."""
+    harness = FaultyHarness(memory_path / "root")
+    timeouts = {"read_timeout_s": 0.3, "write_timeout_s": 0.3}
+    harness.close()
+    harness.options = dataclasses.replace(harness.options, **timeouts)
+    harness.open()
+    harness.write(KEYS[:8])
+    gate, reached = threading.Event(), threading.Event()
+    hangs = lambda o: o.path.parent.name == "0"  # noqa: E731
+    if op == "pwritev":
+        harness.rows.remove(KEYS[:8])
+    fault = harness.faulty.add(Wait(gate, reached), op, when=hangs)
+    done, released = threading.Event(), threading.Event()
+    results: list[JobResult] = []
+    places: list[int] = []
+
+    def release(positions: list[int]) -> None:
+        places.extend(positions)
+        released.set()
+
+    keys = KEYS[:6] if op == "preadv" else KEYS[20:26]
+    buffers = filled_rows(keys, harness.row_bytes)
+    submit = harness.rows.submit_read if op == "preadv" else harness.rows.submit_write
+    started = time.monotonic()
+    submit(keys, buffers, reporter(results, done), release)
+    assert done.wait(10)
+    assert 0.25 < time.monotonic() - started < 2
+    outcomes = results[0].outcomes
+    assert outcomes[:4] == [RowOutcome.HUNG] * 4
+    assert not released.is_set()
+    usage = harness.store.usage()
+    assert usage.errno == errno.ETIMEDOUT
+    assert (usage.state == "suspended") == (op == "pwritev")
+    if op == "preadv":
+        assert [o for o, _ in harness.read(KEYS[4:8])] == [OK] * 4, "one thread is lost, not all"
+        assert harness.write([KEYS[30]]) == [OK]
+    harness.faulty.faults.remove(fault)
+    gate.set()
+    assert released.wait(10)
+    assert places == [i for i, o in enumerate(outcomes) if o is RowOutcome.HUNG]
+    assert results[0].outcomes == outcomes, "what was reported stays so"
+    harness.now += 2
+    assert harness.write([KEYS[31]]) == [OK]
+    harness.check(harness.keys())
+    count = harness.rows.count()
+    declined_or_failed = count.writes_declined + count.writes_failed
+    assert count.rows_offered == (
+        count.rows_written + count.rows_already_stored + declined_or_failed
+    )
+    harness.close()
+
+
+def test_a_disk_that_hangs_altogether_answers_every_read_by_its_deadline(
+    memory_path: Path,
+) -> None:
+    harness = FaultyHarness(memory_path / "root")
+    harness.close()
+    harness.options = dataclasses.replace(harness.options, read_timeout_s=0.3, io_threads=2)
+    harness.open()
+    harness.write(KEYS[:8])
+    gate, reached = threading.Event(), threading.Event()
+    fault = harness.faulty.add(Wait(gate, reached), "preadv")
+    started = time.monotonic()
+    jobs = [threading.Event() for _ in KEYS[:8]]
+    results: list[JobResult] = []
+    released: list[int] = []
+    for key, done in zip(KEYS[:8], jobs, strict=True):
+        buffers = aligned_rows(1, harness.row_bytes)
+        harness.rows.submit_read([key], buffers, reporter(results, done), released.extend)
+    assert all(done.wait(10) for done in jobs)
+    assert time.monotonic() - started < 2
+    found = sorted(result.outcomes[0] for result in results)
+    assert found == [FAILED] * 6 + [RowOutcome.HUNG] * 2
+    assert [o for o, _ in harness.read(KEYS[:1])] == [FAILED], "at once: nobody could read it"
+    assert harness.store.usage().errno == errno.ETIMEDOUT
+    harness.faulty.faults.remove(fault)
+    gate.set()
+    deadline = time.monotonic() + 10
+    while len(released) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert released == [0, 0]
+    harness.check(set(KEYS[:8]))
+    harness.close()
 
 
 def test_a_key_that_is_being_written_is_declined_to_others(harness: FaultyHarness) -> None:

@@ -4,7 +4,9 @@ import errno
 
 import pytest
 
-from storage.space import DiskState, Space
+from storage.device import SpaceStat
+from storage.errors import DeviceError
+from storage.space import DEGRADED_AFTER, DiskState, Limit, Space, limit_of
 
 
 class Clock:
@@ -104,7 +106,7 @@ def test_back_off_doubles_to_a_minute_and_starts_anew_after_success(
 
 
 def test_growth_that_fails_leaves_writes_to_slots_that_are_there(space: Space) -> None:
-    assert space.growth_failed(errno.EIO, "allocate", can_reuse=True)
+    space.growth_failed(Limit.DEVICE, errno.EIO, "allocate", can_reuse=True)
     assert space.state is DiskState.FULL
     assert space.may_write()
 
@@ -112,7 +114,7 @@ def test_growth_that_fails_leaves_writes_to_slots_that_are_there(space: Space) -
 def test_growth_that_fails_with_nothing_to_reuse_suspends(
     space: Space, clock: Clock, states: list[str]
 ) -> None:
-    space.growth_failed(errno.EIO, "allocate", can_reuse=False)
+    space.growth_failed(Limit.DEVICE, errno.EIO, "allocate", can_reuse=False)
     clock.now += 1.0
     assert space.may_write()
     assert space.may_grow(), "growing is the only probe there is"
@@ -121,11 +123,71 @@ def test_growth_that_fails_with_nothing_to_reuse_suspends(
 
 
 def test_growth_on_a_read_only_disk_stops_writes(space: Space) -> None:
-    assert not space.growth_failed(errno.EROFS, "open", can_reuse=True)
+    space.growth_failed(Limit.DEVICE, errno.EROFS, "open", can_reuse=True)
     assert space.state is DiskState.READ_ONLY
 
 
 def test_a_budget_used_up_says_nothing_about_a_suspended_disk(space: Space) -> None:
     space.write_failed(errno.EIO, "refused")
-    space.growth_refused("budget used up")
+    space.growth_refused(Limit.BUDGET, "budget used up")
     assert space.state is DiskState.SUSPENDED
+
+
+ROOMY = SpaceStat(10**12, 10**11, 10**6, 10**5)
+
+
+@pytest.mark.parametrize(
+    ("op", "code", "stat", "limit"),
+    [
+        ("allocate", errno.ENOSPC, ROOMY, Limit.SPACE),
+        ("open", errno.ENOSPC, ROOMY, Limit.NAMES),
+        ("make_directory", errno.ENOSPC, ROOMY, Limit.NAMES),
+        ("open", errno.ENOSPC, ROOMY._replace(available_bytes=999), Limit.SPACE),
+        ("open", errno.ENOSPC, ROOMY._replace(available_inodes=1), Limit.INODES),
+        ("open", errno.ENOSPC, ROOMY._replace(available_inodes=0, total_inodes=0), Limit.NAMES),
+        ("open", errno.ENOSPC, None, Limit.SPACE),
+        ("open", errno.EDQUOT, ROOMY, Limit.QUOTA),
+        ("open", errno.EMFILE, ROOMY, Limit.DESCRIPTORS),
+        ("allocate", errno.EIO, ROOMY, Limit.DEVICE),
+    ],
+)
+def test_what_was_short(op: str, code: int, stat: SpaceStat | None, limit: Limit) -> None:
+    assert limit_of(DeviceError(op, "x", code), stat, 1000) is limit
+
+
+def test_enospc_is_counted_by_what_it_is_about(space: Space) -> None:
+    space.growth_failed(Limit.NAMES, errno.ENOSPC, "open", can_reuse=True)
+    assert (space.enospc, space.enospc_other) == (0, 1)
+    for limit, code in ((Limit.QUOTA, errno.EDQUOT), (Limit.INODES, errno.ENOSPC)):
+        space.growth_failed(limit, code, "open", can_reuse=True)
+    space.write_failed(errno.ENOSPC, "write")
+    assert (space.enospc, space.enospc_other) == (3, 1)
+
+
+def test_a_disk_with_less_than_the_budget_says_what_it_has(space: Space) -> None:
+    space.charge(400)
+    assert space.effective_bytes == 1000
+    space.growth_refused(Limit.BUDGET, "budget used up")
+    assert space.effective_bytes == 1000
+    space.growth_failed(Limit.QUOTA, errno.EDQUOT, "allocate", can_reuse=True)
+    assert space.effective_bytes == 400
+    space.growth_succeeded()
+    assert space.effective_bytes == 1000
+
+
+def test_health_follows_failures_in_a_row(space: Space) -> None:
+    for _ in range(DEGRADED_AFTER - 1):
+        space.write_failed(errno.ENOSPC, "full")
+    assert not space.is_degraded
+    space.read_failed(errno.ESTALE)
+    assert space.is_degraded
+    assert space.last_errno == errno.ESTALE
+    space.read_succeeded()
+    assert not space.is_degraded
+    space.write_failed(errno.EIO, "refused")
+    assert space.is_degraded, "it takes no writes"
+    space.write_succeeded()
+    assert not space.is_degraded
+    assert space.state_changes == {
+        DiskState.FULL: 1, DiskState.SUSPENDED: 1, DiskState.GROWING: 1
+    }  # fmt: skip

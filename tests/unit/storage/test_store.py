@@ -20,8 +20,9 @@ from storage.device import LocalDevice
 from storage.errors import ConfigError, LayoutMismatch, RootInUse, RootUnusable
 from storage.jobs import JobResult
 from storage.namespace import Identity
+from storage.options import StoreOptions
 from storage.segment import segment_path
-from storage.store import DiskStore, StoreOptions
+from storage.store import DiskStore
 from storage.testing.contract import StoreHarness, options_for
 from storage.testing.faulty import FaultyDevice, Raise
 from storage.testing.rows import (
@@ -505,7 +506,7 @@ def test_jobs_are_reported_once_also_after_close(harness: StoreHarness) -> None:
     for n in range(20):
         keys = KEYS[n : n + 3]
         harness.rows.submit_write(keys, filled_rows(keys, ROW_BYTES), results.append)
-    assert harness.store.close()
+    assert harness.store.close().is_ended
     assert len(results) == 20, "close runs what is queued"
     harness.rows.submit_write(KEYS[:2], filled_rows(KEYS[:2], ROW_BYTES), results.append)
     harness.rows.submit_read(KEYS[:2], aligned_rows(2, ROW_BYTES), results.append)
@@ -513,7 +514,7 @@ def test_jobs_are_reported_once_also_after_close(harness: StoreHarness) -> None:
         [RowOutcome.DECLINED] * 2,
         [RowOutcome.FAILED] * 2,
     ]
-    assert harness.store.close(), "a second close does nothing"
+    assert harness.store.close().is_ended, "a second close does nothing"
     harness.open()
     assert len(harness.rows) == 16
 

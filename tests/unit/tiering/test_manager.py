@@ -30,6 +30,7 @@ class FakeTier:
         self.closed = False
         self.can_clear = True
         self._finished: list[FinishedJob] = []
+        self.released: list[tuple[int, int]] = []
         self._next = 0
 
     def __contains__(self, key: bytes) -> bool:
@@ -61,6 +62,10 @@ class FakeTier:
     def poll(self) -> list[FinishedJob]:
         finished, self._finished = self._finished, []
         return finished
+
+    def take_released(self) -> list[tuple[int, int]]:
+        released, self.released = self.released, []
+        return released
 
     def close(self) -> None:
         self.closed = True
@@ -135,6 +140,41 @@ def test_the_way_of_a_chunk() -> None:
     assert is_idle(manager)
     counters = manager.counters
     assert (counters.disk_hits, counters.region_hits, counters.misses) == (2, 0, 1)
+
+
+def test_a_read_that_hangs_is_a_miss_and_keeps_its_slot_until_released() -> None:
+    manager, tier, _ = make(2, 1)
+    assert lookups(manager, "r", 1) == [PENDING]
+    manager.end_step()
+    tier.finish(1, RowOutcome.HUNG)
+    manager.end_step()
+    assert lookups(manager, "r", 1) == [MISS]
+    assert not manager.has_pending_work()
+    assert manager.primary.busy_count == 1
+    store(manager, 2)
+    assert manager.prepare_store(keys(3, 4)) is None, "the disk may still write into that slot"
+    tier.released.append((1, 0))
+    manager.poll()
+    assert manager.primary.busy_count == 1, "the write of 2"
+    tier.finish_all()
+    manager.poll()
+    assert is_idle(manager)
+    store(manager, 3, 4)
+
+
+def test_a_write_that_hangs_keeps_its_chunk_in_the_region_until_released() -> None:
+    manager, tier, _ = make(1)
+    store(manager, 1)
+    tier.finish(1, RowOutcome.HUNG)
+    manager.poll()
+    assert manager.counters.writes_not_stored == 1
+    assert manager.prepare_store(keys(2)) is None, "the disk may still read from that slot"
+    assert lookups(manager, "r", 1) == [HIT]
+    manager.finish("r")
+    tier.released.append((1, 0))
+    manager.poll()
+    assert is_idle(manager)
+    store(manager, 2)
 
 
 def test_a_chunk_that_is_stored_again_is_not_written_again() -> None:

@@ -1,0 +1,26 @@
+"""How to open a root."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How to open a root.  Build it from settings with `tiering.config`, which checks them."""
+
+    root: Path
+    budget_bytes: int
+    segment_bytes: int | None = None
+    """About how large a new namespace's segments are; None: chosen from the budget."""
+    io_threads: int = 4  # 1 to 4 saturate a drive; more only add latency
+    write_threads: int | None = None
+    """Of the I/O threads, how many may write at once; None: all but one."""
+    reserve_bytes: int | None = None
+    """Free space to leave on the file system; None: 1 % of it, at most 1 GiB."""
+    lock_timeout_s: float = 10.0  # a predecessor that was just killed may still end its I/O
+    read_timeout_s: float = 10.0  # from submission; a prefill is quicker than that
+    write_timeout_s: float = 30.0  # from submission; the region pins its rows meanwhile
+    write_queue_bytes: int = 4 << 30
+    """Rows that may wait to be written; more are declined.  Some seconds' work for a drive."""
