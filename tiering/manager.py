@@ -171,10 +171,10 @@ class TieringManager:
         state = self.primary.state(key)
         if state is ChunkState.READY:
             return LookupResult.HIT
-        if state is ChunkState.STORING:
-            return LookupResult.HIT_PENDING
         if self._has_waited_enough(request):
             return LookupResult.MISS
+        if state is ChunkState.STORING:
+            return LookupResult.HIT_PENDING
         if state is ChunkState.READING and key in self._hung_reads.values():
             return LookupResult.MISS
         if state is ChunkState.READING:

@@ -410,6 +410,38 @@ def test_without_a_disk_the_region_alone_serves() -> None:
     manager.close()
 
 
+def test_a_store_that_a_rank_never_acknowledges_costs_its_slots_and_nothing_else() -> None:
+    manager, tier, clock = make(4)
+    plan = manager.prepare_store(keys(1, 2))
+    assert plan is not None
+    assert lookups(manager, "r", 1) == [PENDING]
+    clock.now += 10.0
+    assert lookups(manager, "r", 1, 2) == [MISS, MISS], "who waited long enough computes"
+    manager.finish("r")
+    for numbers in ((3, 4), (5, 6)):
+        store(manager, *numbers)
+        manager.end_step()
+        tier.finish_all()
+        manager.end_step()
+    assert lookups(manager, "s", 5, 6) == [HIT, HIT]
+    assert manager.prepare_load(keys(5, 6), "s")
+    manager.complete_load(set(keys(5, 6)))
+    assert manager.primary.busy_count == 2, "those of the lost store alone"
+
+
+def test_a_store_that_a_rank_failed_leaves_no_chunk_and_no_slot() -> None:
+    manager, tier, _ = make(2)
+    plan = manager.prepare_store(keys(1, 2))
+    assert plan is not None
+    manager.complete_store(set(plan.keys), success=False)
+    assert lookups(manager, "r", 1, 2) == [MISS, MISS]
+    manager.finish("r")
+    assert not tier.jobs, "nothing was cascaded"
+    assert manager.primary.used_count == 0
+    store(manager, 1, 2)
+    assert lookups(manager, "s", 1, 2) == [HIT, HIT]
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Random interleavings of requests, results and time; when all is done nothing is held."""
 
