@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -50,3 +54,122 @@ class LeastRecentlyUsed(Generic[Name]):
 
     def oldest_first(self) -> list[Name]:
         return list(self._order)
+
+
+class RowLinks:
+    """Which row was used next, and before: 8 bytes per row number up to the highest ever added.
+
+    Orders that share no row may share links.
+    """
+
+    def __init__(self) -> None:
+        self.newer = array("i")  # of a row in some order; _END behind the last; _ABSENT: in none
+        self.older = array("i")
+
+    def __contains__(self, row: int) -> bool:
+        return row < len(self.newer) and self.newer[row] != _ABSENT
+
+    def grow(self, rows: int) -> None:
+        """Make room for numbers below `rows`."""
+        more = rows - len(self.newer)
+        self.newer.extend([_ABSENT] * more)
+        self.older.extend([_ABSENT] * more)
+
+
+_END = -1
+_ABSENT = -2
+
+
+class LeastRecentlyUsedRows:
+    """`LeastRecentlyUsed` of row numbers, in no more memory than its links.
+
+    A row is in one of the orders that share links; only that one is asked about it.
+    """
+
+    def __init__(self, links: RowLinks | None = None) -> None:
+        self._links = links or RowLinks()
+        self._oldest = self._newest = _END
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._links
+
+    def __iter__(self) -> Iterator[int]:
+        """Least recent first."""
+        newer = self._links.newer
+        row = self._oldest
+        while row != _END:
+            yield row
+            row = newer[row]
+
+    def add(self, row: int) -> None:
+        """`row` is new and the most recent."""
+        assert row not in self._links, f"{row} is there already"
+        self._links.grow(row + 1)
+        self._append(row)
+        self._count += 1
+
+    def load(self, rows: npt.NDArray[np.int64]) -> None:
+        """Add many rows at once, least recent first, to an order without any."""
+        assert not self._count
+        if not len(rows):
+            return
+        self._links.grow(int(rows.max()) + 1)
+        chain = np.concatenate(([_END], rows, [_END])).astype(np.intc)
+        np.frombuffer(self._links.newer, np.intc)[chain[1:-1]] = chain[2:]
+        np.frombuffer(self._links.older, np.intc)[chain[1:-1]] = chain[:-2]
+        self._oldest, self._newest = int(rows[0]), int(rows[-1])
+        self._count = len(rows)
+
+    def touch(self, row: int) -> bool:
+        """`row`, if known, becomes the most recent."""
+        if row not in self._links:
+            return False
+        if row != self._newest:
+            self._cut(row)
+            self._append(row)
+        return True
+
+    def touch_chain(self, rows: Iterable[int]) -> None:
+        """Touch the chunks of one request, given first to last, leaf first."""
+        for row in reversed(list(rows)):
+            self.touch(row)
+
+    def remove(self, row: int) -> None:
+        """Raises `KeyError` for a row that is not there."""
+        if row not in self._links:
+            raise KeyError(row)
+        self._cut(row)
+        self._links.newer[row] = _ABSENT
+        self._count -= 1
+
+    def victims(self, count: int, is_pinned: Callable[[int], bool]) -> list[int]:
+        """Up to `count` rows that may go, least recent first.  They stay until removed."""
+        return list(islice((row for row in self if not is_pinned(row)), count))
+
+    def oldest_first(self) -> list[int]:
+        return list(self)
+
+    def _append(self, row: int) -> None:
+        links = self._links
+        links.newer[row] = _END
+        links.older[row] = self._newest
+        if self._newest == _END:
+            self._oldest = row
+        else:
+            links.newer[self._newest] = row
+        self._newest = row
+
+    def _cut(self, row: int) -> None:
+        newer, older = self._links.newer[row], self._links.older[row]
+        if older == _END:
+            self._oldest = newer
+        else:
+            self._links.newer[older] = newer
+        if newer == _END:
+            self._newest = older
+        else:
+            self._links.older[newer] = older

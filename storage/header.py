@@ -41,6 +41,8 @@ ENTRY = np.dtype(
         ("key", f"V{MAX_KEY_BYTES}"),
     ]
 )
+_NAME = struct.Struct(f"<I28x{MAX_KEY_BYTES}s")  # an entry's key_bytes and key
+assert _NAME.size == ENTRY.itemsize
 SLOT_HEADER_BYTES = 16 + 2 * ENTRY.itemsize  # its part of the index and of two tables
 Entries = npt.NDArray[np.void]  # ENTRY[slots_per_segment]
 
@@ -207,8 +209,8 @@ def decode_header(geometry: SegmentGeometry, raw: bytes, namespace: bytes) -> De
 
 def key_of(entries: Entries, slot: int) -> bytes | None:
     """The key in `slot`, or None for an empty one."""
-    size = int(entries["key_bytes"][slot])
-    return entries["key"][slot].tobytes()[:size] if size else None
+    size, key = _NAME.unpack_from(entries.data, slot * ENTRY.itemsize)
+    return key[:size] if size else None
 
 
 def set_entry(

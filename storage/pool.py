@@ -22,7 +22,7 @@ from storage.space import (
     Space,
     limit_of,
 )
-from storage.types import Location, SegmentId
+from storage.types import Location, SegmentId, SlotId
 
 
 class Owner(Protocol):
@@ -90,6 +90,10 @@ class SegmentPool:
 
     def __contains__(self, number: object) -> bool:
         return number in self._segments
+
+    def key(self, segment: SegmentId, slot: SlotId) -> bytes:
+        """Which row the table has in a slot that is named."""
+        return self._segments[segment].key(slot)
 
     @property
     def numbers(self) -> list[SegmentId]:

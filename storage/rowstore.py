@@ -30,18 +30,21 @@ from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from storage.engine import Queue, Task
 from storage.errors import DeviceError
-from storage.eviction import LeastRecentlyUsed
+from storage.eviction import LeastRecentlyUsedRows
 from storage.header import SegmentGeometry
-from storage.index import RowIndex
+from storage.index import Hashes, Numbers, RowIndex, hashes_of
 from storage.jobs import Job, JobResult, Part, RowCounters, wait
 from storage.namespace import Identity
 from storage.pool import Growth, Owner, SegmentPool
 from storage.reading import RowReader, stretches
 from storage.segment import Segment
 from storage.space import is_full
-from storage.types import MAX_KEY_BYTES, STORED, Location, RowKey, RowOutcome, SegmentId
+from storage.types import MAX_KEY_BYTES, STORED, Location, RowKey, RowOutcome, SegmentId, SlotId
 
 __all__ = ["JobResult", "RowCounters", "RowStore"]
 
@@ -83,8 +86,8 @@ class RowStore:
         """Called with (published, withdrawn) keys, in order, under the store's lock."""
         self._owner = owner
         self.pool = SegmentPool(owner, directory, identity, geometry, is_new=is_new)
-        self._index = RowIndex()
-        self._policy: LeastRecentlyUsed[RowKey] = LeastRecentlyUsed()
+        self._index = RowIndex(geometry.slots_per_segment, self.pool.key)
+        self._policy = LeastRecentlyUsedRows()
         self._writing: set[RowKey] = set()
         self._reader = RowReader(owner, self.pool, self._index, self.counters, self._drop)
 
@@ -96,22 +99,40 @@ class RowStore:
 
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Take over the segments found on disk and index their rows, recency kept."""
-        found: list[tuple[int, RowKey, Location]] = []
+        found: list[tuple[Numbers, Hashes, Numbers]] = []  # numbers, hashes, last uses
         for segment in segments:
             self.pool.adopt(segment)
-            for slot, key, last_use in segment.rows():
-                found.append((last_use, RowKey(key), Location(segment.id, slot)))
-        # Of a key named twice the more recent place counts: an eviction may not have reached the
-        # header before a crash, and both places then hold the same row.
-        for last_use, key, place in sorted(found, reverse=True):
-            if key in self._index:
+            slots = np.flatnonzero(segment.entries["key_bytes"])
+            rows = segment.entries[slots]
+            first = self._index.number(Location(segment.id, SlotId(0)))
+            uses = rows["last_use"].astype(np.int64)
+            found.append((first + slots, hashes_of(rows["key"].tolist()), uses))
+        if not found:
+            return
+        numbers, hashes, uses = (np.concatenate(column) for column in zip(*found, strict=True))
+        self._owner.note_use(int(uses.max(initial=0)))
+        recent_first = np.argsort(uses, kind="stable")[::-1]
+        numbers, hashes = numbers[recent_first], hashes[recent_first]
+        is_kept = self._withdraw_twins(numbers, hashes)
+        numbers, hashes = numbers[is_kept], hashes[is_kept]
+        self._index.load(hashes, numbers)
+        self._policy.load(numbers[::-1])
+
+    def _withdraw_twins(self, numbers: Numbers, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        """Of a key named twice the more recent place counts: an eviction may not have reached the
+        header before a crash, and both places then hold the same row.  Which rows are kept."""
+        is_kept = np.ones(len(numbers), np.bool_)
+        is_alone = np.zeros(len(numbers), np.bool_)
+        is_alone[np.unique(hashes, return_index=True)[1]] = True
+        seen: set[bytes] = set()
+        for position in np.flatnonzero(np.isin(hashes, hashes[~is_alone])).tolist():
+            place = self._index.place(int(numbers[position]))
+            key = self.pool.key(*place)
+            if key in seen:
                 self.pool.withdraw(place, free=True)
-            else:
-                self._index.publish(key, place)
-            self._owner.note_use(last_use)
-        for _, key, place in sorted(found):
-            if self._index.get(key) == place:
-                self._policy.add(key)
+                is_kept[position] = False
+            seen.add(key)
+        return is_kept
 
     def drop_segment(self, number: SegmentId) -> int:
         """Give a segment back to the file system; how many rows went with it.
@@ -126,8 +147,7 @@ class RowStore:
             idle = segment.free_count + len(keys) == self.geometry.slots_per_segment
             assert idle, "rows are being written"
             for key in keys:
-                self._index.withdraw(key)
-                self._policy.remove(key)
+                self._policy.remove(self._index.number(self._index.withdraw(key)))
             self.counters.rows_evicted += len(keys)
             self._announce((), keys)
         self.pool.remove(number)
@@ -146,7 +166,7 @@ class RowStore:
     def keys(self) -> list[RowKey]:
         """All keys, least recently used first."""
         with self._owner.lock:
-            return self._policy.oldest_first()
+            return [self._key(number) for number in self._policy]
 
     def locate(self, key: RowKey) -> Location | None:
         """Where a row stands; in zarr's array it is row `segment * slots_per_segment + slot`."""
@@ -179,7 +199,7 @@ class RowStore:
             for key in reversed(keys):
                 place = self._index.get(key)
                 if place is not None:
-                    self._policy.touch(key)
+                    self._policy.touch(self._index.number(place))
                     self.pool[place.segment].mark_used(place.slot, self._owner.next_use())
 
     def submit_read(
@@ -396,9 +416,16 @@ class RowStore:
     def _evict(self, part: Part, count: int) -> list[Location]:
         """The slots of up to `count` rows that leave: none of this job, none being read."""
         with self._owner.lock:
-            victims = self._policy.victims(
-                count, lambda key: key in part.job.key_set or self._index.is_pinned(key)
-            )
+            wanted = part.job.key_set
+            victims = [
+                self._key(number)
+                for number in self._policy.victims(
+                    count,
+                    lambda n: (
+                        self._index.place_is_pinned(self._index.place(n)) or self._key(n) in wanted
+                    ),
+                )
+            ]
             places = sorted(self._withdraw(key, free=False) for key in victims)
             self.counters.rows_evicted += len(victims)
             self._announce((), victims)
@@ -448,7 +475,7 @@ class RowStore:
             owner.space.write_succeeded()
             for (place, position), _ in newest_last:
                 self._index.publish(part.keys[position], place)
-                self._policy.add(part.keys[position])
+                self._policy.add(self._index.number(place))
                 self._finish_write(part, position, RowOutcome.OK)
             self._announce([part.keys[position] for _, position in rows], ())
 
@@ -499,10 +526,14 @@ class RowStore:
             self._withdraw(key, free=True)
         self._announce((), keys)
 
+    def _key(self, number: int) -> RowKey:
+        """Of a published row, by its number."""
+        return RowKey(self.pool.key(*self._index.place(number)))
+
     def _withdraw(self, key: RowKey, *, free: bool) -> Location:
         """Take a row out of index, policy and table; its slot is free, or the caller's."""
         place = self._index.withdraw(key)
-        self._policy.remove(key)
+        self._policy.remove(self._index.number(place))
         self.pool.withdraw(place, free=free)
         return place
 

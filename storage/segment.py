@@ -96,6 +96,7 @@ class Segment:
         self.path = path
         self.geometry = geometry
         self.entries = header.new_entries(geometry)
+        """Its table, in memory: changed in place, or by `open`."""
         self.version = 0
         """Of the table in memory; every change that must reach the disk raises it."""
         self._named_on_disk = np.zeros(geometry.slots_per_segment, np.bool_)
@@ -242,14 +243,18 @@ class Segment:
     def _named_slots(self) -> list[SlotId]:
         return [SlotId(int(i)) for i in np.flatnonzero(self._named())]
 
+    def key(self, slot: SlotId) -> bytes:
+        """Of a named slot."""
+        key = header.key_of(self.entries, slot)
+        assert key is not None, f"{self.place(slot)} has no row"
+        return key
+
     def rows(self) -> list[tuple[SlotId, bytes, int]]:
         """(slot, key, last use) of every named slot."""
-        found = []
-        for slot in self._named_slots():
-            key = header.key_of(self.entries, slot)
-            assert key is not None
-            found.append((slot, key, int(self.entries["last_use"][slot])))
-        return found
+        return [
+            (slot, self.key(slot), int(self.entries["last_use"][slot]))
+            for slot in self._named_slots()
+        ]
 
     def place(self, slot: SlotId) -> str:
         """Where `slot` is, for messages."""
