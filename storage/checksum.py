@@ -7,6 +7,7 @@ import crc32c as _crc32c
 TRAILER_BYTES = 4  # a crc32c, little-endian
 
 
-def crc32c(data: bytes | bytearray | memoryview) -> int:
-    """The crc32c of contiguous `data`; long buffers release the interpreter lock."""
-    return _crc32c.crc32c(data)
+def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """The crc32c of contiguous `data`, or of what has the crc32c `before` and then `data`; long
+    buffers release the interpreter lock."""
+    return _crc32c.crc32c(data, before)

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from stat import S_ISDIR
@@ -308,6 +309,19 @@ PARTIAL_SUFFIX = ".partial"  # of files that are being made
 def aligned_buffer(size_bytes: int) -> memoryview:
     """`size_bytes` of zeroed memory at a page boundary, fit for O_DIRECT."""
     return memoryview(mmap.mmap(-1, max(size_bytes, 1)))[:size_bytes]
+
+
+class Scratch(threading.local):
+    """Page-aligned memory of each thread; grows to the most that was taken at once."""
+
+    def __init__(self) -> None:
+        self._memory = aligned_buffer(PAGE_BYTES)
+
+    def take(self, size_bytes: int) -> memoryview:
+        """`size_bytes` with whatever they hold; the caller's until the thread takes again."""
+        if self._memory.nbytes < size_bytes:
+            self._memory = aligned_buffer(size_bytes)
+        return self._memory[:size_bytes]
 
 
 def supports_direct(device: Device, directory: Path) -> bool:

@@ -173,3 +173,11 @@ class LeastRecentlyUsedRows:
             self._newest = older
         else:
             self._links.older[newer] = older
+
+
+_FAR = 1.5  # so that classes of like age do not take segments from each other in turns
+
+
+def is_colder_by_far(now: int, use: float, other_use: float) -> bool:
+    """Whether a use is much longer ago than another; `now` is the count of uses."""
+    return now - use > _FAR * (now - other_use)

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from storage.codec import CodecCounters
 from storage.types import RowKey, RowOutcome
 
 
 @dataclass
-class RowCounters:
+class RowCounters(CodecCounters):
     """Since the namespace was opened.  Each row of a job counts once, under its outcome:
 
     rows_offered == rows_written + rows_already_stored + writes_declined + writes_failed.

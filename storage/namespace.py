@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from storage.codec import NO_CODEC, Codec
 from storage.errors import ConfigError, CorruptRecord, LayoutMismatch
 from storage.header import MAX_SLOTS, SegmentGeometry
 from storage.types import PAGE_BYTES
@@ -30,19 +31,32 @@ class Identity:
     `model` is for people and the directory's name; `fields` holds everything else, as JSON values
     that do not depend on dict order, hash seed or process.  Any difference, an added field
     included, is another namespace.
+
+    `element_bytes` is the size of the KV's numbers, for the shuffles of codecs.  `codec` names the
+    one that rows are stored with: rows of another codec are another array, so both are part of the
+    identity, but for "none", which leaves no trace.
     """
 
     model: str
     fields: dict[str, Json]
+    element_bytes: int = 1
+    codec: str = NO_CODEC
 
     def __post_init__(self) -> None:
         if not self.model.strip():
             raise ConfigError("model", "a name that is not empty", self.model)
+        Codec.of(self.codec, self.element_bytes)
+
+    @property
+    def row_codec(self) -> Codec | None:
+        return Codec.of(self.codec, self.element_bytes)
 
     @property
     def fingerprint(self) -> str:
         """32 hexadecimal digits over all of it."""
         plain = {"format": FORMAT_VERSION, "model": self.model, "fields": self.fields}
+        if self.row_codec is not None:
+            plain["codec"] = self.row_codec.zarr_metadata
         encoded = msgspec.json.encode(plain, order="deterministic")
         return hashlib.sha256(encoded).hexdigest()[:32]
 
@@ -84,6 +98,9 @@ def namespace_metadata(identity: Identity) -> bytes:
         "fingerprint": identity.fingerprint,
         "identity": identity.fields,
     }
+    if identity.row_codec is not None:
+        attributes["codec"] = identity.codec
+        attributes["element_bytes"] = identity.element_bytes
     return _group({"kvtier": attributes})
 
 
@@ -91,12 +108,15 @@ def _group(attributes: dict[str, Json]) -> bytes:
     return _encode({"zarr_format": 3, "node_type": "group", "attributes": attributes})
 
 
-def rows_metadata(geometry: SegmentGeometry, segment_count: int) -> bytes:
+def rows_metadata(
+    geometry: SegmentGeometry, segment_count: int, codec: Codec | None = None
+) -> bytes:
     """`zarr.json` of the array of rows: uint8[slots, row_bytes], one shard per segment."""
     slots, row_bytes = geometry.slots_per_segment, geometry.row_bytes
+    coded = [codec.zarr_metadata] if codec is not None else []
     sharding: dict[str, Json] = {
         "chunk_shape": [1, row_bytes],
-        "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+        "codecs": [{"name": "bytes"}, *coded, {"name": "crc32c"}],
         "index_codecs": [
             {"name": "bytes", "configuration": {"endian": "little"}},
             {"name": "crc32c"},
@@ -141,8 +161,11 @@ def read_metadata(raw: bytes, place: str) -> dict[str, Any]:
     return metadata
 
 
-def read_geometry(raw: bytes, place: str) -> tuple[SegmentGeometry, int]:
-    """(geometry, segment count) from an array's `zarr.json`; raises like `read_metadata`."""
+def read_geometry(
+    raw: bytes, place: str, codec: Codec | None = None
+) -> tuple[SegmentGeometry, int]:
+    """(geometry without a codec, segment count) from the `zarr.json` of an array under `codec`;
+    raises like `read_metadata`."""
     metadata = read_metadata(raw, place)
     try:
         slots, row_bytes = map(int, metadata["chunk_grid"]["configuration"]["chunk_shape"])
@@ -153,6 +176,6 @@ def read_geometry(raw: bytes, place: str) -> tuple[SegmentGeometry, int]:
         raise CorruptRecord(place, "the array has not the shape of kvtier rows")
     geometry = SegmentGeometry(row_bytes, slots)
     segment_count = total // slots
-    if metadata != msgspec.json.decode(rows_metadata(geometry, segment_count)):
+    if metadata != msgspec.json.decode(rows_metadata(geometry, segment_count, codec)):
         raise CorruptRecord(place, "the array's codecs or chunks are not those of kvtier rows")
     return geometry, segment_count

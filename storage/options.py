@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.codec import NO_CODEC
+
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
@@ -19,6 +21,11 @@ class StoreOptions:
     """Of the I/O threads, how many may write at once; None: all but one."""
     reserve_bytes: int | None = None
     """Free space to leave on the file system; None: 1 % of it, at most 1 GiB."""
+    codec: str = NO_CODEC
+    """How rows are stored: one of `storage.codec.CODEC_NAMES`.  Another codec is another
+    namespace: what was stored under the old setting is found again only under that one."""
+    codec_always: bool = False
+    """Encode also where the drive is faster than the codec: for room rather than speed."""
     lock_timeout_s: float = 10.0  # a predecessor that was just killed may still end its I/O
     read_timeout_s: float = 10.0  # from submission; a prefill is quicker than that
     write_timeout_s: float = 30.0  # from submission; the region pins its rows meanwhile

@@ -1,13 +1,20 @@
-"""The segments of one namespace: which slots are free, and how one more segment is made."""
+"""The segments of one namespace: which slots are free, and how one more segment is made.
+
+Under a codec there are segments of several size classes; a class is named by its geometry.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from storage.codec import RowCodec
 from storage.device import Device, exists, replace_file
 from storage.engine import IoEngine
 from storage.errors import DeviceError
@@ -23,6 +30,8 @@ from storage.space import (
     limit_of,
 )
 from storage.types import Location, SegmentId, SlotId
+
+log = logging.getLogger("kvtier.storage")
 
 
 class Owner(Protocol):
@@ -49,6 +58,11 @@ class Owner(Protocol):
         ...
 
 
+def charge_of(geometry: SegmentGeometry) -> int:
+    """What a segment costs the budget."""
+    return geometry.segment_bytes + SEGMENT_OVERHEAD_BYTES
+
+
 class Growth(Enum):
     """What came of the wish for one more segment."""
 
@@ -69,19 +83,26 @@ class SegmentPool:
         directory: Path,
         identity: Identity,
         geometry: SegmentGeometry,
+        codec: RowCodec | None,
         *,
         is_new: bool,
     ) -> None:
+        """`geometry` is the one without a codec."""
         self.directory = directory
         self.identity = identity
         self.geometry = geometry
+        self.classes = codec.classes if codec is not None else (geometry,)
+        self._codec = codec
         self._owner = owner
         self._segments: dict[SegmentId, Segment] = {}
-        self._with_free: dict[SegmentId, Segment] = {}  # those that have free slots
+        # Those that have free slots, by class.
+        self._with_free: dict[SegmentGeometry, dict[SegmentId, Segment]] = {
+            size_class: {} for size_class in self.classes
+        }
         self._going: set[SegmentId] = set()  # no slot of theirs is given out any more
         self._left_alone: set[SegmentId] = set()  # there, charged, and not usable
         self._metadata_count = 0  # of segments, as the array's metadata says
-        self._growth = threading.Lock()
+        self._growth = threading.RLock()
         self._is_new = is_new
         self._charged_ahead = 0  # bytes charged for a segment that failed and could not be undone
 
@@ -101,8 +122,37 @@ class SegmentPool:
 
     @property
     def charge_bytes(self) -> int:
-        """What one segment costs the budget."""
-        return self.geometry.segment_bytes + SEGMENT_OVERHEAD_BYTES
+        """What one segment costs the budget; under a codec, one of the largest class."""
+        return charge_of(self.classes[-1])
+
+    def others(self, size_class: SegmentGeometry) -> list[Segment]:
+        """The segments of other classes, but those that are going.  Under the owner's lock."""
+        return [
+            segment
+            for number, segment in self._segments.items()
+            if segment.geometry != size_class and number not in self._going
+        ]
+
+    def hold(self, number: SegmentId) -> Segment:
+        """A segment that is not removed until `let_go`.  Under the owner's lock."""
+        segment = self._segments[number]
+        segment.user_count += 1
+        return segment
+
+    def let_go(self, segments: Iterable[Segment]) -> None:
+        with self._owner.lock:
+            for segment in segments:
+                segment.user_count -= 1
+
+    @contextlib.contextmanager
+    def using(self, number: SegmentId) -> Iterator[Segment]:
+        """`hold` and `let_go`, taking the owner's lock for each."""
+        with self._owner.lock:
+            segment = self.hold(number)
+        try:
+            yield segment
+        finally:
+            self.let_go([segment])
 
     # -- opening and shrinking ------------------------------------------------------------------
 
@@ -110,7 +160,7 @@ class SegmentPool:
         """Take over a segment that was found on disk."""
         self._segments[segment.id] = segment
         if segment.free_count:
-            self._with_free[segment.id] = segment
+            self._with_free[segment.geometry][segment.id] = segment
 
     def leave_alone(self, number: SegmentId) -> None:
         """A segment that can't be opened or removed keeps its number and its charge."""
@@ -129,7 +179,7 @@ class SegmentPool:
     def retire(self, number: SegmentId) -> None:
         """Give out no more slots of a segment, under the lock: `remove` follows once it is idle."""
         self._going.add(number)
-        self._with_free.pop(number, None)
+        self._with_free[self._segments[number].geometry].pop(number, None)
 
     def is_going(self, number: SegmentId) -> bool:
         return number in self._going
@@ -138,8 +188,9 @@ class SegmentPool:
         """Whether a segment holds no row and nobody writes to it, under the lock."""
         return self._segments[number].free_count == self.geometry.slots_per_segment
 
-    def remove(self, number: SegmentId) -> None:
-        """Give a retired segment without rows or I/O back to the file system, and its charge.
+    def remove(self, number: SegmentId, *, keep_charge: bool = False) -> None:
+        """Give a retired segment without rows or I/O back to the file system, and its charge; or
+        keep the charge for the next segment to be made.
 
         Raises `DeviceError`; then its file stays, and stays charged.
         """
@@ -150,18 +201,22 @@ class SegmentPool:
         segment.remove()
         with self._owner.lock:
             self._left_alone.discard(number)
-            self._owner.space.release(self.charge_bytes)
+            if keep_charge:
+                self._charged_ahead += charge_of(segment.geometry)
+            else:
+                self._owner.space.release(charge_of(segment.geometry))
 
     # -- slots, under the owner's lock ----------------------------------------------------------
 
-    def take_free(self, count: int) -> list[Location]:
+    def take_free(self, size_class: SegmentGeometry, count: int) -> list[Location]:
         """Up to `count` free slots, by segment and in order; nobody else gets them."""
+        with_free = self._with_free[size_class]
         places: list[Location] = []
-        while self._with_free and len(places) < count:
-            number, segment = next(iter(self._with_free.items()))
+        while with_free and len(places) < count:
+            number, segment = next(iter(with_free.items()))
             places += [Location(number, slot) for slot in segment.take_free(count - len(places))]
             if not segment.free_count:
-                del self._with_free[number]
+                del with_free[number]
         return places
 
     def withdraw(self, place: Location, *, free: bool) -> None:
@@ -169,47 +224,93 @@ class SegmentPool:
         segment = self._segments[place.segment]
         segment.withdraw(place.slot, free=free)
         if free and place.segment not in self._going:
-            self._with_free[place.segment] = segment
+            self._with_free[segment.geometry][place.segment] = segment
 
     # -- growing --------------------------------------------------------------------------------
 
-    def grow(self) -> Growth:
-        """Make one more segment, unless another thread just did."""
+    def grow(self, size_class: SegmentGeometry) -> Growth:
+        """Make one more segment of a class, unless another thread just did."""
         owner = self._owner
         with self._growth:
             with owner.lock:
-                if self._with_free:
+                if self._with_free[size_class]:
                     return Growth.MADE
                 if not owner.space.may_grow():
                     return Growth.REFUSED
-            charge = self.charge_bytes + (NAMESPACE_OVERHEAD_BYTES if self._is_new else 0)
+            charge = self._charge_of_next(size_class)
             if self._charged_ahead < charge:
                 if not owner.make_room(charge - self._charged_ahead):
                     return Growth.REFUSED
                 self._charged_ahead = charge
-            taken = self._segments.keys() | self._left_alone
-            number = SegmentId(next(i for i in range(len(taken) + 1) if i not in taken))
-            try:
-                if self._is_new:
-                    self._make_namespace()
-                if number >= self._metadata_count:  # zarr must know a shard before it is there
-                    self.write_metadata(number + 1)
-                segment = Segment.create(
-                    owner.device,
-                    self.directory,
-                    number,
-                    self.geometry,
-                    self.identity.namespace,
-                    direct=owner.direct,
-                )
-            except DeviceError as exc:
-                return self._undo_growth(number, exc)
+            return self._make(size_class)
+
+    def replace(
+        self,
+        size_class: SegmentGeometry,
+        give_up: Callable[[int], Sequence[SegmentId]],
+    ) -> bool:
+        """Make one more segment of a class in the place of others, unless another thread just
+        did.  Whether there are free slots, unless somebody is quicker.
+
+        `give_up`, called under the owner's lock with the bytes that are needed, takes the rows out
+        of segments of at least that charge and names them, or names none.
+        """
+        with self._growth:
+            with self._owner.lock:
+                if self._with_free[size_class]:
+                    return True
+                needed = self._charge_of_next(size_class) - self._charged_ahead
+                leaving = give_up(needed)
+                for number in leaving:
+                    self.retire(number)
+            if not leaving:
+                return False
+            for number in leaving:
+                try:
+                    self.remove(number, keep_charge=True)
+                except DeviceError as exc:
+                    log.warning("segment %d stays: %s", number, exc)
+            if self._charged_ahead < self._charge_of_next(size_class):
+                self._release_ahead()
+                return False
+            return self._make(size_class) is Growth.MADE
+
+    def _charge_of_next(self, size_class: SegmentGeometry) -> int:
+        return charge_of(size_class) + (NAMESPACE_OVERHEAD_BYTES if self._is_new else 0)
+
+    def _make(self, size_class: SegmentGeometry) -> Growth:
+        """Make the segment that was charged ahead.  Holding the lock of growth."""
+        owner = self._owner
+        taken = self._segments.keys() | self._left_alone
+        number = SegmentId(next(i for i in range(len(taken) + 1) if i not in taken))
+        try:
+            if self._is_new:
+                self._make_namespace()
+            if number >= self._metadata_count:  # zarr must know a shard before it is there
+                self.write_metadata(number + 1)
+            segment = Segment.create(
+                owner.device,
+                self.directory,
+                number,
+                size_class,
+                self.identity.namespace,
+                direct=owner.direct,
+                codec=self._codec,
+            )
+        except DeviceError as exc:
+            return self._undo_growth(number, exc)
+        self._charged_ahead -= charge_of(size_class)
+        self._release_ahead()
+        with owner.lock:
+            self._segments[number] = segment
+            self._with_free[size_class][number] = segment
+            owner.space.growth_succeeded()
+        return Growth.MADE
+
+    def _release_ahead(self) -> None:
+        with self._owner.lock:
+            self._owner.space.release(self._charged_ahead)
             self._charged_ahead = 0
-            with owner.lock:
-                self._segments[number] = segment
-                self._with_free[number] = segment
-                owner.space.growth_succeeded()
-            return Growth.MADE
 
     def _make_namespace(self) -> None:
         """Make the namespace's directories and group, which its first segment was charged for."""
@@ -230,8 +331,7 @@ class SegmentPool:
         limit = limit_of(error, stat, self.charge_bytes)
         with owner.lock:
             if not is_left:
-                owner.space.release(self._charged_ahead)
-                self._charged_ahead = 0
+                self._release_ahead()
             reason = str(error) if limit is Limit.DEVICE else f"{error}; short of {limit.value}"
             owner.space.growth_failed(limit, error.errno, reason, can_reuse=bool(self._segments))
         is_hopeless = error.errno == errno.EROFS or limit is Limit.NAMES
@@ -239,6 +339,7 @@ class SegmentPool:
 
     def write_metadata(self, segment_count: int) -> None:
         """Say in the array's metadata how many segments there are.  Raises `DeviceError`."""
-        data = rows_metadata(self.geometry, segment_count)
+        codec = self._codec.codec if self._codec is not None else None
+        data = rows_metadata(self.classes[-1], segment_count, codec)
         replace_file(self._owner.device, self.directory / METADATA, data)
         self._metadata_count = segment_count

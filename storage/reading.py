@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from storage.errors import CorruptRecord, DeviceError
+from storage.header import Record
 from storage.index import RowIndex
 from storage.jobs import Part, RowCounters
 from storage.pool import Owner, SegmentPool
-from storage.segment import ROWS_PER_CALL, ReadRow, Segment, runs
+from storage.record import ReadRow
+from storage.segment import ROWS_PER_CALL, Segment, runs
 from storage.types import Location, RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.storage")
@@ -83,7 +85,7 @@ class RowReader:
         """Read the rows of `keys` that are there; `report` is called under the lock, with a
         position in `keys`.  Stops between two calls to the device once `is_cancelled`."""
         planned: list[tuple[Location, int]] = []
-        checksums: dict[Location, int] = {}
+        records: dict[Location, Record] = {}
         with self._owner.lock:
             for position, key in enumerate(keys):
                 place = self._index.get(key)
@@ -91,8 +93,7 @@ class RowReader:
                     report(position, RowOutcome.MISSING)
                 else:
                     self._index.pin(place)
-                    entries = self._pool[place.segment].entries
-                    checksums[place] = int(entries["checksum"][place.slot])
+                    records[place] = self._pool[place.segment].record(place.slot)
                     planned.append((place, position))
         planned.sort()
         begun = 0
@@ -101,11 +102,11 @@ class RowReader:
                 if is_cancelled():
                     return
                 stretch = planned[start:stop]
-                segment = self._pool[stretch[0][0].segment]
-                rows = [ReadRow(p.slot, checksums[p], buffers[i]) for p, i in stretch]
-                errors = segment.read_rows(rows)
-                begun = stop
-                self._take_in(keys, segment, stretch, errors, report)
+                rows = [ReadRow(p.slot, records[p], buffers[i]) for p, i in stretch]
+                with self._pool.using(stretch[0][0].segment) as segment:
+                    errors = segment.read_rows(rows)
+                    begun = stop
+                    self._take_in(keys, segment, stretch, errors, report)
         finally:  # cancelled, or a bug; the pins must go all the same
             with self._owner.lock:
                 for place, _ in planned[begun:]:

@@ -4,8 +4,10 @@ Decides under the store's lock, does I/O outside it.
 
 The way of a write (`_write_part`, on an I/O thread):
 
-    take      free slots, else grow, else the slots of the least recently used rows, whose names
-              leave the index and the table at once
+    encode    under a codec; the size of its frame decides which class of slots a row is for
+    take      free slots, else grow, else the slots of the least recently used rows of the class,
+              whose names leave the index and the table at once, or a new segment in the place of
+              colder ones of other classes
     forget    if the header on disk still names a slot's old row: write the header without it
     write     rows and trailers, O_DIRECT from the caller's buffers
     publish   name the rows in the table, write the header, then add them to the index
@@ -26,27 +28,30 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from storage.codec import RowCodec
 from storage.engine import Queue, Task
 from storage.errors import DeviceError
-from storage.eviction import LeastRecentlyUsedRows
-from storage.header import SegmentGeometry
+from storage.eviction import LeastRecentlyUsedRows, RowLinks, is_colder_by_far
+from storage.header import Record, SegmentGeometry
 from storage.index import Hashes, Numbers, RowIndex, hashes_of
 from storage.jobs import Job, JobResult, Part, RowCounters, wait
 from storage.namespace import Identity
-from storage.pool import Growth, Owner, SegmentPool
+from storage.pool import Growth, Owner, SegmentPool, charge_of
 from storage.reading import RowReader, stretches
 from storage.segment import Segment
 from storage.space import is_full
 from storage.types import MAX_KEY_BYTES, STORED, Location, RowKey, RowOutcome, SegmentId, SlotId
 
 __all__ = ["JobResult", "RowCounters", "RowStore"]
+
+Rows = dict[int, memoryview]  # position in a part -> what is written: the row, or its frame
 
 log = logging.getLogger("kvtier.storage")
 
@@ -74,10 +79,13 @@ class RowStore:
         directory: Path,
         identity: Identity,
         geometry: SegmentGeometry,
+        codec: RowCodec | None,
         *,
         is_new: bool,
     ) -> None:
-        """`directory` is the array's, in the namespace's; made by the first write if `is_new`."""
+        """`directory` is the array's, in the namespace's; made by the first write if `is_new`.
+        `geometry` is the one without a codec.
+        """
         self.identity = identity
         self.geometry = geometry
         self.directory = directory
@@ -85,9 +93,15 @@ class RowStore:
         self.on_change: Callable[[Sequence[RowKey], Sequence[RowKey]], None] | None = None
         """Called with (published, withdrawn) keys, in order, under the store's lock."""
         self._owner = owner
-        self.pool = SegmentPool(owner, directory, identity, geometry, is_new=is_new)
+        self.pool = SegmentPool(owner, directory, identity, geometry, codec, is_new=is_new)
+        self._codec = codec
         self._index = RowIndex(geometry.slots_per_segment, self.pool.key)
-        self._policy = LeastRecentlyUsedRows()
+        links = RowLinks()
+        self._policies = {
+            size_class: LeastRecentlyUsedRows(links) for size_class in self.pool.classes
+        }
+        # Rows evicted in each class since it was last asked whether others hold colder ones.
+        self._evicted = dict.fromkeys(self.pool.classes, 0)
         self._writing: set[RowKey] = set()
         self._reader = RowReader(owner, self.pool, self._index, self.counters, self._drop)
 
@@ -116,7 +130,11 @@ class RowStore:
         is_kept = self._withdraw_twins(numbers, hashes)
         numbers, hashes = numbers[is_kept], hashes[is_kept]
         self._index.load(hashes, numbers)
-        self._policy.load(numbers[::-1])
+        oldest_first = numbers[::-1]
+        stands_in = oldest_first // self.geometry.slots_per_segment
+        for size_class, policy in self._policies.items():
+            of_class = [s for s in self.pool.numbers if self.pool[s].geometry == size_class]
+            policy.load(oldest_first[np.isin(stands_in, of_class)])
 
     def _withdraw_twins(self, numbers: Numbers, hashes: Hashes) -> npt.NDArray[np.bool_]:
         """Of a key named twice the more recent place counts: an eviction may not have reached the
@@ -142,14 +160,8 @@ class RowStore:
         with self._owner.lock:
             segment = self.pool[number]
             self.pool.retire(number)
-            keys = [RowKey(key) for _, key, _ in segment.rows()]
-            assert not any(self._index.is_pinned(key) for key in keys), "rows are being read"
-            idle = segment.free_count + len(keys) == self.geometry.slots_per_segment
-            assert idle, "rows are being written"
-            for key in keys:
-                self._policy.remove(self._index.number(self._index.withdraw(key)))
-            self.counters.rows_evicted += len(keys)
-            self._announce((), keys)
+            assert segment.is_idle, "rows are being written"
+            keys = self._drop_rows(segment)
         self.pool.remove(number)
         return len(keys)
 
@@ -166,7 +178,11 @@ class RowStore:
     def keys(self) -> list[RowKey]:
         """All keys, least recently used first."""
         with self._owner.lock:
-            return [self._key(number) for number in self._policy]
+            if len(self._policies) == 1:
+                (policy,) = self._policies.values()
+                return [self._key(number) for number in policy]
+            numbers = [number for policy in self._policies.values() for number in policy]
+            return [self._key(number) for number in sorted(numbers, key=self._last_use)]
 
     def locate(self, key: RowKey) -> Location | None:
         """Where a row stands; in zarr's array it is row `segment * slots_per_segment + slot`."""
@@ -187,9 +203,11 @@ class RowStore:
     def count(self) -> RowCounters:
         """A copy of the counters."""
         with self._owner.lock:
-            return RowCounters(
-                **{f.name: getattr(self.counters, f.name) for f in fields(RowCounters)}
-            )
+            counters = replace(self.counters)
+        if self._codec is not None:
+            codec = self._codec.count()
+            counters = replace(counters, **vars(codec))
+        return counters
 
     # -- doing ----------------------------------------------------------------------------------
 
@@ -199,7 +217,7 @@ class RowStore:
             for key in reversed(keys):
                 place = self._index.get(key)
                 if place is not None:
-                    self._policy.touch(self._index.number(place))
+                    self._policy_at(place).touch(self._index.number(place))
                     self.pool[place.segment].mark_used(place.slot, self._owner.next_use())
 
     def submit_read(
@@ -252,9 +270,12 @@ class RowStore:
             gone = [k for k in keys if k in self._index and not self._index.is_pinned(k)]
             touched = {self._withdraw(key, free=True).segment for key in gone}
             self._announce((), gone)
-            segments = [self.pool[number] for number in touched]
-        for segment in segments:
-            segment.flush_header(self._owner.lock)
+            held = [self.pool.hold(number) for number in touched]
+        try:
+            for segment in held:
+                segment.flush_header(self._owner.lock)
+        finally:
+            self.pool.let_go(held)
         return len(gone)
 
     def _submit(
@@ -348,10 +369,11 @@ class RowStore:
     def _write_part(self, part: Part) -> None:
         started = time.monotonic()
         try:
-            refused = self._write_rows(part, self._select_new(part), self._take_slots)
-            # Where segments are not preallocated a fresh slot may find the disk full; the slot of
-            # a row does not.
-            self._write_rows(part, refused, self._evict)
+            for size_class, rows in self._encode(part, self._select_new(part)).items():
+                refused = self._write_rows(part, size_class, rows, self._take_slots)
+                # Where segments are not preallocated a fresh slot may find the disk full; the slot
+                # of a row does not.
+                self._write_rows(part, size_class, refused, self._evict)
         finally:
             for position in list(part.unfinished):
                 self._finish_write(part, position, RowOutcome.FAILED)
@@ -381,57 +403,126 @@ class RowStore:
                 part.report(position, RowOutcome.DECLINED)
         return new
 
+    def _encode(self, part: Part, positions: list[int]) -> dict[SegmentGeometry, Rows]:
+        """What to write at each position, by the class of slots that it is for."""
+        if self._codec is None:
+            return {self.geometry: {position: part.buffers[position] for position in positions}}
+        by_class: dict[SegmentGeometry, Rows] = {}
+        for position in positions:
+            size_class, content = self._codec.encode(part.buffers[position])
+            by_class.setdefault(size_class, {})[position] = content
+        return by_class
+
     def _write_rows(
-        self, part: Part, positions: list[int], take: Callable[[Part, int], list[Location]]
-    ) -> list[int]:
+        self,
+        part: Part,
+        size_class: SegmentGeometry,
+        rows: Rows,
+        take: Callable[[Part, SegmentGeometry, int], list[Location]],
+    ) -> Rows:
         """Write rows to the slots that `take` finds, and publish them.
 
-        Returns the positions that a full disk refused, which are still unfinished.
+        Returns those that a full disk refused, which are still unfinished.
         """
-        refused = []
+        refused: Rows = {}
+        positions = list(rows)
         while positions:
-            places = take(part, len(positions))
+            places = take(part, size_class, len(positions))
             if not places:
                 for position in positions:
                     self._finish_write(part, position, RowOutcome.DECLINED)
                 break
             taken = list(zip(places, positions, strict=False))
-            refused += self._write_taken(part, taken)
+            refused |= {p: rows[p] for p in self._write_taken(part, taken, rows)}
             positions = positions[len(places) :]
         return refused
 
-    def _take_slots(self, part: Part, count: int) -> list[Location]:
+    def _take_slots(self, part: Part, size_class: SegmentGeometry, count: int) -> list[Location]:
         """1 to `count` slots that nobody else has: free ones, else new ones, else `_evict`'s."""
         while True:
             with self._owner.lock:
-                places = self.pool.take_free(count)
+                places = self.pool.take_free(size_class, count)
             if places:
                 return places
-            growth = self.pool.grow()
+            growth = self.pool.grow(size_class)
             if growth is Growth.FAILED:
                 return []
             if growth is Growth.REFUSED:
-                return self._evict(part, count)
+                return self._evict(part, size_class, count)
 
-    def _evict(self, part: Part, count: int) -> list[Location]:
-        """The slots of up to `count` rows that leave: none of this job, none being read."""
+    def _evict(self, part: Part, size_class: SegmentGeometry, count: int) -> list[Location]:
+        """Slots of a class that rows leave: none of this job, none being read.
+
+        The rows are those of the class that were used longest ago, unless segments of other
+        classes hold rows that are colder by far: then those give way to a segment of this class.
+        """
         with self._owner.lock:
-            wanted = part.job.key_set
-            victims = [
-                self._key(number)
-                for number in self._policy.victims(
-                    count,
-                    lambda n: (
-                        self._index.place_is_pinned(self._index.place(n)) or self._key(n) in wanted
-                    ),
-                )
-            ]
-            places = sorted(self._withdraw(key, free=False) for key in victims)
-            self.counters.rows_evicted += len(victims)
-            self._announce((), victims)
-            return places
+            if not self._is_asking_due(size_class):
+                return self._evict_rows(part, size_class, count)
+        self.pool.replace(size_class, lambda needed: self._give_up(part, size_class, needed))
+        with self._owner.lock:
+            self._evicted[size_class] = 0
+            places = self.pool.take_free(size_class, count)
+            return places or self._evict_rows(part, size_class, count)
 
-    def _write_taken(self, part: Part, taken: list[Placed]) -> list[int]:
+    def _evict_rows(self, part: Part, size_class: SegmentGeometry, count: int) -> list[Location]:
+        """The slots of up to `count` rows of one class that leave."""
+        victims = [
+            self._key(number)
+            for number in self._policies[size_class].victims(
+                count, lambda number: self._must_stay(part, number)
+            )
+        ]
+        places = sorted(self._withdraw(key, free=False) for key in victims)
+        self.counters.rows_evicted += len(victims)
+        self._evicted[size_class] += len(victims)
+        self._announce((), victims)
+        return places
+
+    def _must_stay(self, part: Part, number: int) -> bool:
+        place = self._index.place(number)
+        return self._index.place_is_pinned(place) or self._key(number) in part.job.key_set
+
+    # -- size classes, under the lock -----------------------------------------------------------
+
+    def _is_asking_due(self, size_class: SegmentGeometry) -> bool:
+        """Whether to ask for colder segments of other classes: when a class has no row, and again
+        after it gave up as many as a segment holds, since asking looks at every segment."""
+        if len(self._policies) == 1:
+            return False
+        due = self._evicted[size_class] >= size_class.slots_per_segment
+        return due or not len(self._policies[size_class])
+
+    def _give_up(
+        self, part: Part, size_class: SegmentGeometry, needed_bytes: int
+    ) -> list[SegmentId]:
+        """Take all rows out of segments of other classes that are charged `needed_bytes`, coldest
+        first, if all of them are colder by far than the next row that this class would lose."""
+        own = self._policies[size_class].victims(1, lambda n: self._must_stay(part, n))
+        now = self._owner.next_use()
+        own_use = self._last_use(own[0]) if own else now
+        chosen: list[Segment] = []
+        for segment in sorted(self.pool.others(size_class), key=lambda other: other.mean_use):
+            if needed_bytes <= 0:
+                break
+            is_colder = is_colder_by_far(now, segment.mean_use, own_use)
+            if own and not is_colder:
+                break
+            numbers = (
+                self._index.number(Location(segment.id, slot)) for slot, _, _ in segment.rows()
+            )
+            if segment.is_idle and not any(self._must_stay(part, n) for n in numbers):
+                chosen.append(segment)
+                needed_bytes -= charge_of(segment.geometry)
+        if needed_bytes > 0:
+            return []
+        for segment in chosen:
+            self._drop_rows(segment)
+        return [segment.id for segment in chosen]
+
+    # -- rows that have their slots -------------------------------------------------------------
+
+    def _write_taken(self, part: Part, taken: list[Placed], rows: Rows) -> list[int]:
         """Write rows to slots that are this part's, and publish them.
 
         Returns the positions that a full disk refused, their slots given back.
@@ -442,42 +533,45 @@ class RowStore:
         }
         refused: list[int] = []
         try:
-            for number, rows in by_segment.items():
-                try:
-                    self._write_in_segment(part, self.pool[number], rows)
-                except DeviceError as exc:
-                    refused += self._write_failed(part, rows, exc)
+            for number, placed in by_segment.items():
+                with self.pool.using(number) as segment:
+                    try:
+                        self._write_in_segment(part, segment, placed, rows)
+                    except DeviceError as exc:
+                        refused += self._write_failed(part, placed, exc)
         except BaseException:  # a bug; the slots must be free all the same
             self._give_back([p for p, position in taken if position in part.unfinished])
             raise
         return refused
 
-    def _write_in_segment(self, part: Part, segment: Segment, rows: list[Placed]) -> None:
-        """Forget, write, publish.  On `DeviceError` none of `rows` is published."""
+    def _write_in_segment(
+        self, part: Part, segment: Segment, placed: list[Placed], rows: Rows
+    ) -> None:
+        """Forget, write, publish.  On `DeviceError` none of `placed` is published."""
         owner = self._owner
         with owner.lock:
-            must_forget = segment.may_be_named_on_disk([place.slot for place, _ in rows])
+            must_forget = segment.may_be_named_on_disk([place.slot for place, _ in placed])
         if must_forget:
             segment.forget(owner.lock)
-        checksums: list[int] = []
-        for start, stop in stretches([place for place, _ in rows], self.row_bytes):
-            buffers = [part.buffers[position] for _, position in rows[start:stop]]
-            checksums += segment.write_rows(rows[start][0].slot, buffers)
+        records: list[Record] = []
+        for start, stop in stretches([place for place, _ in placed], self.row_bytes):
+            content = [rows[position] for _, position in placed[start:stop]]
+            records += segment.write_rows(placed[start][0].slot, content)
         # Last first: a chain's head is its most recent row.
-        newest_last = list(zip(rows, checksums, strict=True))[::-1]
+        newest_last = list(zip(placed, records, strict=True))[::-1]
         with owner.lock:
-            for (place, position), checksum in newest_last:
+            for (place, position), record in newest_last:
                 use = owner.next_use()
-                segment.name(place.slot, part.keys[position], checksum, use)
+                segment.name(place.slot, part.keys[position], record, use)
             version = segment.version
         segment.flush_header(owner.lock, version)
         with owner.lock:
             owner.space.write_succeeded()
             for (place, position), _ in newest_last:
                 self._index.publish(part.keys[position], place)
-                self._policy.add(self._index.number(place))
+                self._policy_at(place).add(self._index.number(place))
                 self._finish_write(part, position, RowOutcome.OK)
-            self._announce([part.keys[position] for _, position in rows], ())
+            self._announce([part.keys[position] for _, position in placed], ())
 
     def _write_failed(self, part: Part, rows: list[Placed], error: DeviceError) -> list[int]:
         """Give the slots back.  The positions of rows that may be tried elsewhere, since the disk
@@ -499,10 +593,13 @@ class RowStore:
         with self._owner.lock:
             for place in places:
                 self.pool.withdraw(place, free=True)
-            segments = [self.pool[number] for number in {place.segment for place in places}]
-        with contextlib.suppress(DeviceError):
-            for segment in segments:
-                segment.flush_header(self._owner.lock)
+            held = [self.pool.hold(number) for number in {place.segment for place in places}]
+        try:
+            with contextlib.suppress(DeviceError):
+                for segment in held:
+                    segment.flush_header(self._owner.lock)
+        finally:
+            self.pool.let_go(held)
 
     def _finish_write(self, part: Part, position: int, outcome: RowOutcome) -> None:
         with self._owner.lock:
@@ -533,9 +630,26 @@ class RowStore:
     def _withdraw(self, key: RowKey, *, free: bool) -> Location:
         """Take a row out of index, policy and table; its slot is free, or the caller's."""
         place = self._index.withdraw(key)
-        self._policy.remove(self._index.number(place))
+        self._policy_at(place).remove(self._index.number(place))
         self.pool.withdraw(place, free=free)
         return place
+
+    def _drop_rows(self, segment: Segment) -> list[RowKey]:
+        """Take all rows of an idle segment out of index and policy; the segment is to go."""
+        keys = [RowKey(key) for _, key, _ in segment.rows()]
+        assert not any(self._index.is_pinned(key) for key in keys), "rows are being read"
+        for key in keys:
+            self._withdraw(key, free=False)
+        self.counters.rows_evicted += len(keys)
+        self._announce((), keys)
+        return keys
+
+    def _policy_at(self, place: Location) -> LeastRecentlyUsedRows:
+        return self._policies[self.pool[place.segment].geometry]
+
+    def _last_use(self, number: int) -> int:
+        place = self._index.place(number)
+        return int(self.pool[place.segment].entries["last_use"][place.slot])
 
     def _announce(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
         if self.on_change is not None and (published or withdrawn):
@@ -549,8 +663,11 @@ class RowStore:
         Best effort, up to the first header that can't be written: that stays an older one, which
         loses recency or brings back evicted rows, and never bytes.
         """
-        for segment in self._all_segments():
+        for number in self.segment_numbers:
             with self._owner.lock:
+                if number not in self.pool:  # given up meanwhile
+                    continue
+                segment = self.pool.hold(number)
                 if recency and segment.recency_changed:
                     segment.version += 1
             try:
@@ -558,16 +675,14 @@ class RowStore:
             except DeviceError as exc:
                 log.warning("headers not written: %s", exc)
                 return
+            finally:
+                self.pool.let_go([segment])
 
     def close(self) -> None:
         """Flush and close the files.  All jobs have ended."""
         self.flush(recency=True)
-        for segment in self._all_segments():
+        for number in self.segment_numbers:
             try:
-                segment.close()
+                self.pool[number].close()
             except DeviceError as exc:
                 log.warning("%s", exc)
-
-    def _all_segments(self) -> list[Segment]:
-        with self._owner.lock:
-            return [self.pool[number] for number in self.pool.numbers]

@@ -9,46 +9,32 @@ from __future__ import annotations
 import contextlib
 import heapq
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from storage import header
-from storage.checksum import TRAILER_BYTES, crc32c
+from storage.codec import RowCodec
 from storage.device import (
     PARTIAL_SUFFIX,
     Device,
+    Scratch,
     aligned_buffer,
     read_fully,
     reserve,
     write_fully,
 )
 from storage.errors import CorruptRecord, DeviceError
-from storage.header import SegmentGeometry
-from storage.types import PAGE_BYTES, SegmentId, SlotId
+from storage.header import Record, SegmentGeometry
+from storage.record import ReadRow, slot_format
+from storage.types import SegmentId, SlotId
 
 ROWS_PER_CALL = 64  # trailer pages per thread, and a bound on one system call
 
-
-class _Scratch(threading.local):
-    """Each I/O thread's own trailer pages, and its buffer for parts of headers."""
-
-    def __init__(self) -> None:
-        self.pages = aligned_buffer(ROWS_PER_CALL * PAGE_BYTES)
-        self._part = aligned_buffer(0)
-
-    def filled(self, raw: bytes) -> memoryview:
-        """`raw` in aligned memory, until the next call."""
-        if len(raw) > self._part.nbytes:
-            self._part = aligned_buffer(len(raw))
-        self._part[: len(raw)] = raw
-        return self._part[: len(raw)]
-
-
-_scratch = _Scratch()
+_scratch = Scratch()  # for parts of headers
 
 
 def segment_path(directory: Path, segment: SegmentId) -> Path:
@@ -60,20 +46,6 @@ def partial_path(directory: Path, segment: SegmentId) -> Path:
     """What a segment is called until it is whole."""
     path = segment_path(directory, segment)
     return path.with_name(path.name + PARTIAL_SUFFIX)
-
-
-def _aligned(view: memoryview) -> bool:
-    address = np.frombuffer(view, np.uint8).ctypes.data
-    return address % PAGE_BYTES == 0 and view.nbytes % PAGE_BYTES == 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRow:
-    """One row to read: `buffer`, uint8[row_bytes] and writable, is the caller's until reported."""
-
-    slot: SlotId
-    checksum: int
-    buffer: memoryview
 
 
 class Segment:
@@ -91,6 +63,7 @@ class Segment:
         fd: int,
         *,
         direct: bool,
+        codec: RowCodec | None = None,
     ) -> None:
         self.id = segment
         self.path = path
@@ -102,11 +75,14 @@ class Segment:
         self._named_on_disk = np.zeros(geometry.slots_per_segment, np.bool_)
         self._index_hash: int | None = None  # of the index on disk; None: not known
         self.recency_changed = False
+        self.user_count = 0
+        """Threads that will do I/O on it; see `SegmentPool.using`."""
         self._free = [SlotId(i) for i in range(geometry.slots_per_segment)]  # a heap
         self._namespace = namespace
         self._device = device
         self._fd = fd
-        self._direct = direct
+        self._codec = codec
+        self._format = slot_format(geometry, codec, direct=direct)
         self._generation = 1
         self._table_version = 0  # of the table on disk
         self._index_version = 0  # of the index on disk, or of one equal to it
@@ -122,6 +98,7 @@ class Segment:
         namespace: bytes,
         *,
         direct: bool,
+        codec: RowCodec | None = None,
     ) -> Segment:
         """Allocate and publish an empty segment.
 
@@ -137,7 +114,7 @@ class Segment:
         try:
             fd = device.open(partial, create=True, direct=direct)
             reserve(device, fd, geometry.segment_bytes)
-            made = cls(device, path, segment, geometry, namespace, fd, direct=direct)
+            made = cls(device, path, segment, geometry, namespace, fd, direct=direct, codec=codec)
             made._write_blank_header()
             device.rename(partial, path)
         except BaseException:
@@ -164,6 +141,7 @@ class Segment:
         namespace: bytes,
         *,
         direct: bool,
+        codec: RowCodec | None = None,
     ) -> Segment:
         """Open a segment that is there, whatever a crash or a fault left in it.
 
@@ -175,7 +153,7 @@ class Segment:
         size = device.stat(path).size_bytes
         fd = device.open(path, direct=direct)
         try:
-            opened = cls(device, path, segment, geometry, namespace, fd, direct=direct)
+            opened = cls(device, path, segment, geometry, namespace, fd, direct=direct, codec=codec)
             raw = aligned_buffer(geometry.header_bytes)
             with contextlib.suppress(CorruptRecord):  # a short header reads as zeros from there on
                 read_fully(device, fd, [raw], 0, str(path))
@@ -188,7 +166,8 @@ class Segment:
             if size < geometry.segment_bytes:
                 whole = False
                 for slot in opened._named_slots():
-                    if geometry.row_offset(slot) + geometry.record_bytes > size:
+                    entry = opened.entries[slot]
+                    if int(entry["offset"]) + int(entry["length"]) > size:
                         header.clear_entry(opened.entries, slot)
                 reserve(device, fd, geometry.segment_bytes)
             elif size > geometry.segment_bytes:
@@ -213,9 +192,9 @@ class Segment:
         `free=True`."""
         return [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
 
-    def name(self, slot: SlotId, key: bytes, checksum: int, last_use: int) -> None:
+    def name(self, slot: SlotId, key: bytes, record: Record, last_use: int) -> None:
         """Enter a row into the table."""
-        header.set_entry(self.geometry, self.entries, slot, key, checksum, last_use)
+        header.set_entry(self.geometry, self.entries, slot, key, record, last_use)
         self.version += 1
 
     def withdraw(self, slot: SlotId, *, free: bool) -> None:
@@ -236,6 +215,23 @@ class Segment:
         """Of its most recent row; -1 without rows."""
         uses = self.entries["last_use"][self.entries["key_bytes"] > 0]
         return int(uses.max()) if len(uses) else -1
+
+    @property
+    def mean_use(self) -> float:
+        """The last use of its average slot; an empty slot counts as never used."""
+        return float(self.entries["last_use"].mean())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no slot is being written and no thread counts on the segment's file."""
+        named_count = int(np.count_nonzero(self._named()))
+        slot_count = self.geometry.slots_per_segment
+        return self.user_count == 0 and self.free_count + named_count == slot_count
+
+    def record(self, slot: SlotId) -> Record:
+        """What stands in a named slot."""
+        entry = self.entries[slot]
+        return Record(int(entry["length"]), int(entry["checksum"]))
 
     def _named(self) -> npt.NDArray[np.bool_]:
         return self.entries["key_bytes"] > 0
@@ -270,7 +266,9 @@ class Segment:
         self._write_header_part(raw, 0)
 
     def _write_header_part(self, raw: bytes, offset: int) -> None:
-        write_fully(self._device, self._fd, [_scratch.filled(raw)], offset)
+        part = _scratch.take(len(raw))
+        part[:] = raw
+        write_fully(self._device, self._fd, [part], offset)
 
     def may_be_named_on_disk(self, slots: Sequence[SlotId]) -> bool:
         """Whether the header on disk may name one of `slots`: `forget` them before they are
@@ -333,27 +331,19 @@ class Segment:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def write_rows(self, first: SlotId, rows: Sequence[memoryview]) -> list[int]:
-        """Write `rows` to consecutive slots from `first`; their checksums.
+    def write_rows(self, first: SlotId, rows: Sequence[memoryview]) -> list[Record]:
+        """Write `rows` to consecutive slots from `first`; what then stands in each.
 
-        At most `ROWS_PER_CALL` rows of row_bytes each.  Raises `DeviceError`, and then the slots
-        hold no defined content.  The slots must not be named on disk.
+        At most `ROWS_PER_CALL` rows of row_bytes each, or frames if slots are packed.  Raises
+        `DeviceError`, and then the slots hold no defined content.  The slots must not be named on
+        disk.
         """
-        pages = _scratch.pages
-        checksums = []
-        buffers = []
-        for position, row in enumerate(rows):
-            if self._direct and not _aligned(row):
-                bounce = aligned_buffer(row.nbytes)
-                bounce[:] = row
-                row = bounce
-            checksum = crc32c(row)
-            trailer = pages[position * PAGE_BYTES : (position + 1) * PAGE_BYTES]
-            trailer[:TRAILER_BYTES] = checksum.to_bytes(TRAILER_BYTES, "little")
-            buffers += [row, trailer]
-            checksums.append(checksum)
+        buffers, records = self._format.lay_out(rows)
+        started = time.monotonic()
         write_fully(self._device, self._fd, buffers, self.geometry.row_offset(first))
-        return checksums
+        if self._codec is not None:
+            self._codec.wrote(len(rows) * self.geometry.stride, time.monotonic() - started)
+        return records
 
     def read_rows(self, rows: Sequence[ReadRow]) -> list[CorruptRecord | DeviceError | None]:
         """Read rows from consecutive slots; per row None, or what is wrong with it.
@@ -369,35 +359,17 @@ class Segment:
         return [error for row in rows for error in self.read_rows([row])]
 
     def _read_run(self, rows: Sequence[ReadRow]) -> list[CorruptRecord | DeviceError | None]:
-        pages = _scratch.pages
-        targets = [
-            row.buffer
-            if not self._direct or _aligned(row.buffer)
-            else aligned_buffer(row.buffer.nbytes)
-            for row in rows
-        ]
-        buffers = []
-        for position, target in enumerate(targets):
-            buffers += [target, pages[position * PAGE_BYTES : (position + 1) * PAGE_BYTES]]
+        targets = self._format.targets(rows)
         first = rows[0].slot
         offset = self.geometry.row_offset(first)
-        read_fully(self._device, self._fd, buffers, offset, self.place(first))
-        results: list[CorruptRecord | DeviceError | None] = []
-        for position, (row, target) in enumerate(zip(rows, targets, strict=True)):
-            start = position * PAGE_BYTES
-            trailer = int.from_bytes(pages[start : start + TRAILER_BYTES], "little")
-            found = crc32c(target)
-            if found == trailer == row.checksum:
-                if target is not row.buffer:
-                    row.buffer[:] = target
-                results.append(None)
-            else:
-                reason = (
-                    f"crc32c of the row {found:08x}, of its trailer {trailer:08x}, "
-                    f"of the key table {row.checksum:08x}"
-                )
-                results.append(CorruptRecord(self.place(row.slot), reason))
-        return results
+        started = time.monotonic()
+        read_fully(self._device, self._fd, targets, offset, self.place(first))
+        if self._codec is not None:
+            self._codec.read(len(rows) * self.geometry.stride, time.monotonic() - started)
+        return [
+            None if reason is None else CorruptRecord(self.place(row.slot), reason)
+            for row, reason in zip(rows, self._format.accept(rows, targets), strict=True)
+        ]
 
     # -- end ------------------------------------------------------------------------------------
 

@@ -8,10 +8,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from storage.codec import CODEC_NAMES, NO_CODEC, ROW_BYTES_MAX, Codec, RowCodec
 from storage.device import Device, LocalDevice, replace_file, supports_direct
 from storage.engine import IoEngine
 from storage.errors import ConfigError, CorruptRecord, DeviceError, LayoutMismatch, RootUnusable
@@ -25,6 +27,7 @@ from storage.namespace import (
     read_geometry,
 )
 from storage.options import StoreOptions
+from storage.pool import charge_of
 from storage.root import (
     StaleNamespace,
     allocated_bytes,
@@ -152,11 +155,18 @@ class DiskStore:
     def open_rows(self, identity: Identity, row_bytes: int) -> RowStore:
         """The rows of one namespace, made if it is new.
 
-        Raises `ConfigError` if the budget can't hold one segment of such rows, `LayoutMismatch`
-        if the namespace exists with another row, `RootUnusable` if its files can't be used.
+        The codec of the options becomes part of the identity.  Raises `ConfigError` if the budget
+        can't hold one segment of such rows or the codec can't encode them, `LayoutMismatch` if the
+        namespace exists with another row, `RootUnusable` if its files can't be used.
         """
         if row_bytes <= 0 or row_bytes % PAGE_BYTES:
             raise ValueError(f"row_bytes: expected a multiple of {PAGE_BYTES}, got {row_bytes}")
+        identity = replace(identity, codec=self.options.codec)
+        if identity.row_codec is not None and row_bytes > ROW_BYTES_MAX:
+            raise ConfigError(
+                "codec", f'"{NO_CODEC}" for rows of {row_bytes} bytes', self.options.codec
+            )
+        self._tell_of_other_codecs(identity)
         name = identity.directory
         assert name not in self._stores, f"namespace {name} is open already"
         with self.lock:
@@ -173,13 +183,32 @@ class DiskStore:
             self._stores[name] = rows
         return rows
 
+    def _tell_of_other_codecs(self, identity: Identity) -> None:
+        for codec in CODEC_NAMES:
+            other = replace(identity, codec=codec).directory
+            if codec != identity.codec and other in self._stale:
+                log.warning(
+                    "codec is %s now: what was stored under %s stays in %s, is not read, and gives "
+                    "way first",
+                    identity.codec,
+                    codec,
+                    other,
+                )
+
     def _open_rows(
         self, identity: Identity, row_bytes: int, stale: StaleNamespace | None
     ) -> RowStore:
         directory = self.root / identity.directory / ROWS
-        geometry, segment_count = self._read_geometry(directory, row_bytes, stale)
-        self._check_one_segment_fits(geometry)
-        rows = RowStore(self, directory, identity, geometry, is_new=stale is None)
+        codec = identity.row_codec
+        geometry, segment_count = self._read_geometry(directory, row_bytes, codec, stale)
+        row_codec = None
+        if codec is not None:
+            classes = geometry.size_classes()
+            row_codec = RowCodec(codec, classes, always=self.options.codec_always)
+            self._check_one_segment_fits(classes[-1])
+        else:
+            self._check_one_segment_fits(geometry)
+        rows = RowStore(self, directory, identity, geometry, row_codec, is_new=stale is None)
         rows.pool.metadata_was_read(segment_count)
         if stale is None:
             return rows
@@ -189,7 +218,7 @@ class DiskStore:
             replace_file(self.device, directory.parent / METADATA, namespace_metadata(identity))
         except DeviceError as exc:  # a full disk can still be read
             log.warning("namespace not brought up to date: %s", exc)
-        rows.adopt(self._open_segments(rows, stale))
+        rows.adopt(self._open_segments(rows, row_codec, stale))
         highest = max((number + 1 for number in rows.pool.numbers), default=0)
         if highest > segment_count:
             try:
@@ -200,13 +229,14 @@ class DiskStore:
         return rows
 
     def _read_geometry(
-        self, directory: Path, row_bytes: int, stale: StaleNamespace | None
+        self, directory: Path, row_bytes: int, codec: Codec | None, stale: StaleNamespace | None
     ) -> tuple[SegmentGeometry, int]:
-        """(geometry, segment count) of a namespace: what its array says, or the size of its
-        segments if that is lost, or as chosen for a new one."""
+        """(geometry without a codec, segment count) of a namespace: what its array says, or the
+        size of its segments if that is lost, or as chosen for a new one."""
         metadata = directory / METADATA
         try:
-            geometry, count = read_geometry(self.device.read_file(metadata), str(metadata))
+            raw = self.device.read_file(metadata)
+            geometry, count = read_geometry(raw, str(metadata), codec)
         except CorruptRecord as exc:
             log.warning("%s: made anew", exc)
         except DeviceError as exc:
@@ -219,12 +249,14 @@ class DiskStore:
         for number in stale.segments if stale is not None else ():
             with contextlib.suppress(DeviceError):
                 size = self.device.stat(segment_path(directory, number)).size_bytes
-                found = SegmentGeometry.of_segment(row_bytes, size)
+                found = SegmentGeometry.of_segment(row_bytes, size, is_coded=codec is not None)
                 if found is not None:
                     return found, 0
         return self._choose_geometry(row_bytes), 0
 
-    def _open_segments(self, rows: RowStore, stale: StaleNamespace) -> list[Segment]:
+    def _open_segments(
+        self, rows: RowStore, codec: RowCodec | None, stale: StaleNamespace
+    ) -> list[Segment]:
         """The segments that can be opened, each charged what a segment of its geometry costs.
 
         One that the device refuses keeps its place and its charge.  One that was cut short and
@@ -232,8 +264,14 @@ class DiskStore:
         """
         segments = []
         for number, charged in sorted(stale.segments.items()):
-            missing = rows.pool.charge_bytes - charged
             try:
+                size = self.device.stat(segment_path(rows.directory, number)).size_bytes
+                # Of a segment that was cut short the table may not be of this class: then its rows
+                # are lost.
+                geometry = next(
+                    (c for c in rows.pool.classes if c.segment_bytes >= size), rows.pool.classes[-1]
+                )
+                missing = charge_of(geometry) - charged
                 if missing > 0 and not self.make_room(missing):
                     log.warning("segment %d of %s: cut short, removed", number, rows.directory)
                     self.device.remove(segment_path(rows.directory, number))
@@ -244,9 +282,10 @@ class DiskStore:
                     self.device,
                     rows.directory,
                     number,
-                    rows.geometry,
+                    geometry,
                     rows.identity.namespace,
                     direct=self.direct,
+                    codec=codec,
                 )
             except DeviceError as exc:
                 log.warning("segment left out: %s", exc)

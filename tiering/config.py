@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from storage.codec import CODEC_NAMES, NO_CODEC
 from storage.errors import ConfigError
 from storage.options import StoreOptions
 from storage.sizes import parse_size
@@ -36,6 +37,10 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """After that a write has failed, whatever the disk does."""
     reserve: str | int | None = None
     """Free space to leave on the file system.  Default: 1 % of it, at most 1 GiB."""
+    codec: str = NO_CODEC
+    """How rows are stored: "none", "blosc-lz4" or "zstd".  Each keeps rows of its own."""
+    codec_always: bool = False
+    """Encode also where the drive is faster than the codec: for room rather than speed."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,6 +121,10 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
     for name in ("read_timeout_s", "write_timeout_s"):
         if not getattr(disk, name) > 0:
             raise ConfigError(f"{where}.{name}", "seconds above 0", getattr(disk, name))
+    if disk.codec not in CODEC_NAMES:
+        raise ConfigError(f"{where}.codec", f"one of {', '.join(CODEC_NAMES)}", disk.codec)
+    if disk.codec_always and disk.codec == NO_CODEC:
+        raise ConfigError(f"{where}.codec_always", "a codec to use always", disk.codec)
     budget = parse_size(disk.budget, f"{where}.budget")
     segment = disk.segment_size and parse_size(disk.segment_size, f"{where}.segment_size")
     if segment and segment > budget:
@@ -138,6 +147,8 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         read_timeout_s=disk.read_timeout_s,
         write_timeout_s=disk.write_timeout_s,
         write_queue_bytes=parse_size(disk.write_queue, f"{where}.write_queue"),
+        codec=disk.codec,
+        codec_always=disk.codec_always,
     )
 
 

@@ -285,6 +285,7 @@ class StoreClient:
             options=self._options,
             model=self._identity.model,
             identity=self._identity.fields,
+            element_bytes=self._identity.element_bytes,
             row_bytes=self._rows.row_bytes,
             row_count=self._rows.row_count,
             rows_offset=self._rows.rows_offset,

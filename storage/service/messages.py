@@ -27,6 +27,7 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     options: StoreOptions
     model: str
     identity: dict[str, Any]
+    element_bytes: int
     row_bytes: int
     row_count: int
     rows_offset: int
@@ -142,6 +143,12 @@ class Usage(msgspec.Struct, tag="usage", frozen=True):
     rows_evicted: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
+    rows_encoded: int = 0
+    rows_raw: int = 0
+    bytes_before_codec: int = 0
+    bytes_after_codec: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 Request = Attach | Read | Write | Touch | Clear

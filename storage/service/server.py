@@ -95,7 +95,7 @@ class Session:
         self._attach = attach
         self.store = DiskStore.open(attach.options)
         try:
-            identity = Identity(attach.model, attach.identity)
+            identity = Identity(attach.model, attach.identity, attach.element_bytes)
             self.rows: RowStore = self.store.open_rows(identity, attach.row_bytes)
         except BaseException:
             self.store.close()

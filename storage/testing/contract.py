@@ -10,11 +10,13 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from storage.codec import NO_CODEC
 from storage.device import Device
 from storage.header import SLOT_HEADER_BYTES, SegmentGeometry
 from storage.namespace import Identity
@@ -35,12 +37,14 @@ MARK = 0xA5  # what buffers hold before a read
 class Harness(Protocol):
     """One store with room for `capacity_rows`, driven synchronously.
 
-    `write` writes the rows of `row_of`; `read` reads into buffers full of `MARK` and returns the
+    `write` writes the rows of `row`; `read` reads into buffers full of `MARK` and returns the
     buffers' contents; both give one outcome per key.
     """
 
     row_bytes: int
     capacity_rows: int
+
+    def row(self, key: RowKey) -> bytes: ...
 
     def write(self, keys: Sequence[RowKey]) -> list[RowOutcome]: ...
 
@@ -64,11 +68,25 @@ class StoreHarness:
         row_bytes: int = 8192,
         capacity_rows: int = 16,
         device: Callable[[], Device] | None = None,
+        *,
+        codec: str = NO_CODEC,
+        row_of: Callable[[RowKey, int], bytes] = row_of,
     ) -> None:
+        """`capacity_rows` of those that `row_of` makes fit, all being of one size class."""
         self.row_bytes = row_bytes
         self.capacity_rows = capacity_rows
-        self.identity = Identity("test/model", {"layout": "plain"})
+        self.identity = Identity("test/model", {"layout": "plain"}, element_bytes=2, codec=codec)
         self.options = options_for(root, row_bytes, capacity_rows)
+        if self.identity.row_codec is not None:
+            frame = self.identity.row_codec.encode(memoryview(row_of(key_of(0), row_bytes)))
+            classes = SegmentGeometry(row_bytes, 4).size_classes()
+            size_class = next((c for c in classes if c.takes(frame.nbytes)), classes[-1])
+            self.options = replace(
+                options_for(root, row_bytes, capacity_rows, size_class=size_class),
+                codec=codec,
+                codec_always=True,
+            )
+        self._row_of = row_of
         self._device = device
         self.store: DiskStore
         self.rows: RowStore
@@ -92,8 +110,11 @@ class StoreHarness:
         self.close()
         self.open()
 
+    def row(self, key: RowKey) -> bytes:
+        return self._row_of(key, self.row_bytes)
+
     def write(self, keys: Sequence[RowKey]) -> list[RowOutcome]:
-        return self.rows.write(keys, filled_rows(keys, self.row_bytes)).outcomes
+        return self.rows.write(keys, filled_rows(keys, self.row_bytes, self._row_of)).outcomes
 
     def read(self, keys: Sequence[RowKey]) -> list[tuple[RowOutcome, bytes]]:
         buffers = aligned_rows(len(keys), self.row_bytes, fill=MARK)
@@ -108,10 +129,16 @@ class StoreHarness:
 
 
 def options_for(
-    root: Path, row_bytes: int, capacity_rows: int, slots_per_segment: int = 4
+    root: Path,
+    row_bytes: int,
+    capacity_rows: int,
+    slots_per_segment: int = 4,
+    size_class: SegmentGeometry | None = None,
 ) -> StoreOptions:
-    """Options of a root with room for exactly `capacity_rows`, a multiple of the slots."""
-    geometry = SegmentGeometry(row_bytes, slots_per_segment)
+    """Options of a root with room for exactly `capacity_rows`, a multiple of the slots; under a
+    codec, of rows that are all of one class."""
+    plain = SegmentGeometry(row_bytes, slots_per_segment)
+    geometry = size_class or plain
     segments, rest = divmod(capacity_rows, slots_per_segment)
     assert segments >= 4, "the store takes no more than 1/4 of the budget for a segment"
     assert rest == 0
@@ -120,7 +147,7 @@ def options_for(
     return StoreOptions(
         root,
         budget,
-        segment_bytes=(geometry.stride + SLOT_HEADER_BYTES) * slots_per_segment,
+        segment_bytes=(plain.stride + SLOT_HEADER_BYTES) * slots_per_segment,
         reserve_bytes=0,
         lock_timeout_s=0.2,
     )
@@ -135,14 +162,14 @@ class RowStoreContract:
         keys = sorted(model)
         for key, (outcome, row) in zip(keys, harness.read(keys), strict=True):
             assert outcome is RowOutcome.OK
-            assert row == row_of(key, harness.row_bytes)
+            assert row == harness.row(key)
 
     def test_rows_read_back_into_other_buffers(self, harness: Harness) -> None:
         keys = [key_of(i) for i in range(harness.capacity_rows)]
         assert harness.write(keys) == [RowOutcome.OK] * len(keys)
         for key, (outcome, row) in zip(keys[::-1], harness.read(keys[::-1]), strict=True):
             assert outcome is RowOutcome.OK
-            assert row == row_of(key, harness.row_bytes)
+            assert row == harness.row(key)
 
     def test_a_missing_row_is_a_result_and_leaves_the_buffer(self, harness: Harness) -> None:
         harness.write([key_of(0), key_of(1)])
@@ -211,7 +238,7 @@ class RowStoreContract:
                 for key, (outcome, row) in zip(chain, harness.read(chain), strict=True):
                     assert (outcome is RowOutcome.OK) == (key in model), place
                     if key in model:
-                        assert row == row_of(key, harness.row_bytes), place
+                        assert row == harness.row(key), place
             elif what == "touch":
                 harness.touch(chain)
             else:

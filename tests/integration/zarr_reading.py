@@ -11,8 +11,9 @@ import zarr
 
 from storage.device import LocalDevice, aligned_buffer
 from storage.namespace import METADATA, ROWS, Identity, read_geometry
+from storage.record import ReadRow
 from storage.root import segment_numbers
-from storage.segment import ReadRow, Segment
+from storage.segment import Segment
 from storage.types import RowKey
 
 
@@ -46,8 +47,8 @@ def assert_zarr_equals_store(
         try:
             for slot, key, _ in segment.rows():
                 buffer = aligned_buffer(geometry.row_bytes)
-                checksum = int(segment.entries["checksum"][slot])
-                assert segment.read_rows([ReadRow(slot, checksum, buffer)]) == [None]
+                record = segment.record(slot)
+                assert segment.read_rows([ReadRow(slot, record, buffer)]) == [None]
                 place = number * geometry.slots_per_segment + slot
                 ours = np.frombuffer(buffer, np.uint8)
                 np.testing.assert_array_equal(array[place], ours)

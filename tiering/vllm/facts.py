@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.platforms import current_platform
@@ -289,7 +290,13 @@ def identity(vllm_config: Any, offloading_config: Any, layout: RowLayout) -> Ide
         "groups": [list(group.layer_names) for group in offloading_config.groups],
         **row_identity(layout),
     }
-    return Identity(_display_name(model), fields)
+    return Identity(_display_name(model), fields, _element_bytes(offloading_config.model.dtype))
+
+
+def _element_bytes(kv_cache_dtype: str) -> int:
+    """Of the KV's numbers.  Formats that pack or mix them (fp8, int4, ...) are taken by bytes."""
+    dtype = getattr(torch, kv_cache_dtype, None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 1
 
 
 def _display_name(model: Any) -> str:

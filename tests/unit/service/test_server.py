@@ -49,6 +49,7 @@ def attach(root: Path, *, version: int = PROTOCOL_VERSION, rows: int = 4) -> Att
         options=StoreOptions(root, 4_000_000, io_threads=1, reserve_bytes=0, lock_timeout_s=0.1),
         model="model",
         identity={},
+        element_bytes=2,
         row_bytes=ROW_BYTES,
         row_count=rows,
         rows_offset=4096,

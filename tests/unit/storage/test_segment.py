@@ -8,8 +8,9 @@ import pytest
 
 from storage.device import LocalDevice
 from storage.errors import CorruptRecord, DeviceError
-from storage.header import SegmentGeometry
-from storage.segment import ROWS_PER_CALL, ReadRow, Segment, partial_path, runs, segment_path
+from storage.header import Record, SegmentGeometry
+from storage.record import ReadRow
+from storage.segment import ROWS_PER_CALL, Segment, partial_path, runs, segment_path
 from storage.testing.faulty import (
     Fault,
     FaultyDevice,
@@ -41,19 +42,19 @@ def device() -> FaultyDevice:
 
 
 def publish(segment: Segment, numbers: range) -> list[int]:
-    """Rows of `key_of(n)` into slot n, named and flushed; their checksums."""
+    """Rows of `key_of(n)` into slot n, named and flushed; their records."""
     rows = filled_rows([key_of(n) for n in numbers], GEOMETRY.row_bytes)
-    checksums = segment.write_rows(SlotId(numbers.start), rows)
+    records = segment.write_rows(SlotId(numbers.start), rows)
     with LOCK:
-        for n, checksum in zip(numbers, checksums, strict=True):
-            segment.name(SlotId(n), key_of(n), checksum, n)
+        for n, record in zip(numbers, records, strict=True):
+            segment.name(SlotId(n), key_of(n), record, n)
     segment.flush_header(LOCK)
-    return checksums
+    return records
 
 
 def test_a_segment_describes_itself(device: FaultyDevice, memory_path: Path) -> None:
     segment = create(device, memory_path)
-    checksums = publish(segment, range(1, 4))
+    records = publish(segment, range(1, 4))
     segment.close()
     assert files_under(memory_path) == ["c/0/0"]
     again = reopen(memory_path)
@@ -61,9 +62,7 @@ def test_a_segment_describes_itself(device: FaultyDevice, memory_path: Path) -> 
     assert again.take_free(9) == [0, 4, 5]
     assert again.last_use == 3
     buffers = aligned_rows(3, GEOMETRY.row_bytes, fill=7)
-    asked = [
-        ReadRow(SlotId(n), c, buffers[n - 1]) for n, c in zip((1, 2, 3), checksums, strict=True)
-    ]
+    asked = [ReadRow(SlotId(n), c, buffers[n - 1]) for n, c in zip((1, 2, 3), records, strict=True)]
     assert again.read_rows(asked) == [None] * 3
     assert buffers == filled_rows([key_of(n) for n in (1, 2, 3)], GEOMETRY.row_bytes)
     again.close()
@@ -114,9 +113,9 @@ def test_a_partial_file_that_could_not_be_removed_is_replaced(memory_path: Path)
 def test_short_transfers_of_rows(device: FaultyDevice, memory_path: Path) -> None:
     segment = create(device, memory_path)
     device.add(Shorten(1000))
-    checksums = publish(segment, range(6))
+    records = publish(segment, range(6))
     buffers = aligned_rows(6, GEOMETRY.row_bytes, fill=7)
-    asked = [ReadRow(SlotId(n), checksums[n], buffers[n]) for n in range(6)]
+    asked = [ReadRow(SlotId(n), records[n], buffers[n]) for n in range(6)]
     assert segment.read_rows(asked) == [None] * 6
     assert buffers == filled_rows([key_of(n) for n in range(6)], GEOMETRY.row_bytes)
     assert device.count("preadv") > 70
@@ -128,14 +127,14 @@ def test_a_bad_row_does_not_fail_its_neighbours(
     device: FaultyDevice, memory_path: Path, offset: int
 ) -> None:
     segment = create(device, memory_path)
-    checksums = publish(segment, range(3))
+    records = publish(segment, range(3))
     with segment_path(memory_path, SegmentId(0)).open("r+b") as file:
         file.seek(GEOMETRY.row_offset(1) + offset)
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 0x10]))
     buffers = aligned_rows(3, GEOMETRY.row_bytes)
-    asked = [ReadRow(SlotId(n), checksums[n], buffers[n]) for n in range(3)]
+    asked = [ReadRow(SlotId(n), records[n], buffers[n]) for n in range(3)]
     results = segment.read_rows(asked)
     assert [type(result) for result in results] == [type(None), CorruptRecord, type(None)]
     assert "slot 1" in str(results[1])
@@ -146,9 +145,9 @@ def test_a_bad_row_does_not_fail_its_neighbours(
 def test_a_bit_that_flips_on_its_way_is_seen(device: FaultyDevice, memory_path: Path) -> None:
     segment = create(device, memory_path)
     device.add(FlipBit(100), "pwritev", nth=1)
-    checksums = publish(segment, range(2))
+    records = publish(segment, range(2))
     buffers = aligned_rows(2, GEOMETRY.row_bytes)
-    asked = [ReadRow(SlotId(n), checksums[n], buffers[n]) for n in range(2)]
+    asked = [ReadRow(SlotId(n), records[n], buffers[n]) for n in range(2)]
     results = segment.read_rows(asked)
     assert isinstance(results[0], CorruptRecord)
     assert results[1] is None
@@ -165,13 +164,13 @@ def test_a_device_error_in_a_run_is_the_error_of_that_row(
     device: FaultyDevice, memory_path: Path
 ) -> None:
     segment = create(device, memory_path)
-    checksums = publish(segment, range(3))
+    records = publish(segment, range(3))
     bad = GEOMETRY.row_offset(1)
     device.add(
         Raise(errno.EIO), "preadv", when=lambda op: op.offset <= bad < op.offset + op.size_bytes
     )
     buffers = aligned_rows(3, GEOMETRY.row_bytes)
-    results = segment.read_rows([ReadRow(SlotId(n), checksums[n], buffers[n]) for n in range(3)])
+    results = segment.read_rows([ReadRow(SlotId(n), records[n], buffers[n]) for n in range(3)])
     assert [type(result) for result in results] == [type(None), DeviceError, type(None)]
     segment.close()
 
@@ -233,7 +232,7 @@ def test_what_a_failed_header_write_may_have_named_stays_named(
     for nth in (1, 2):  # the table, the index
         fault = device.add(Raise(errno.EIO), "pwritev", nth=nth)
         segment.withdraw(SlotId(0), free=False)
-        segment.name(SlotId(3), key_of(3), 0, 9)
+        segment.name(SlotId(3), key_of(3), Record(4100, 0), 9)
         with pytest.raises(DeviceError):
             segment.flush_header(LOCK)
         device.faults.remove(fault)

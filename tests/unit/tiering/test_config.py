@@ -56,6 +56,8 @@ def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
         (_with({"write_queue": 0}), "disk.write_queue", "0"),
         (_with({"read_timeout_s": 0}), "disk.read_timeout_s", "0.0"),
         (_with({"write_timeout_s": -1}), "disk.write_timeout_s", "-1.0"),
+        (_with({"codec": "gzip"}), "disk.codec", "'gzip'"),
+        (_with({"codec_always": True}), "disk.codec_always", "'none'"),
         ({"cpu_bytes_to_use": "1GB", "disk": {"root": "/x"}}, "disk.budget", "None"),
         ({"cpu_bytes_to_use": "1GB", "disk": "/x"}, "disk", "'/x'"),
     ],
@@ -77,7 +79,7 @@ def test_bad_values(raw: dict[str, Any], field: str, found: str) -> None:
             "blocks_per_chunks: expected a known setting (did you mean 'bl",
         ),
         (_with({"buget": "1GB"}), "disk.buget: expected a known setting (did you mean 'budget'?)"),
-        (_with({"max_byte": 1}), "disk.max_byte: expected a known setting (one of budget, io_"),
+        (_with({"max_byte": 1}), "disk.max_byte: expected a known setting (one of budget, codec"),
     ],
 )
 def test_unknown_settings_are_refused_by_name(raw: dict[str, Any], text: str) -> None:
