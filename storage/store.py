@@ -476,12 +476,25 @@ class DiskStore:
         if not is_ended:
             log.error("%s: I/O still under way after %g s", self.root, timeout_s)
             return self._closed
+        self._log_totals()
         for rows in self._stores.values():
             rows.close()
         self._stores.clear()
         with contextlib.suppress(DeviceError):
             self.device.close(self._lock_fd)
         return self._closed
+
+    def _log_totals(self) -> None:
+        counts = [rows.count() for rows in self._stores.values()]
+        written = sum(count.rows_written for count in counts)
+        found = sum(count.rows_read for count in counts)
+        asked = found + sum(count.rows_missing + count.rows_corrupt for count in counts)
+        is_useless = written and asked and not found
+        remark = ": nothing of it was ever read" if is_useless else ""
+        level = logging.WARNING if is_useless else logging.INFO
+        log.log(
+            level, "%s: %d rows written, %d of %d found%s", self.root, written, found, asked, remark
+        )
 
     def _count_busy(self) -> int:
         return sum(rows.count().declined_busy for rows in self._stores.values())

@@ -3,11 +3,13 @@ is best, since that is the store's usual way."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,40 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
         return
     yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """`mount("tmpfs", "size=8m")`, `mount("ext4", size_bytes=24 << 20, mkfs=("-m", "20"))`: an
+    empty file system of its own.  Skips without the right to mount."""
+    mounted: list[Path] = []
+
+    def run(*command: str) -> None:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            pytest.skip(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+
+    def make(
+        kind: str, options: str = "", size_bytes: int = 24 << 20, mkfs: tuple[str, ...] = ()
+    ) -> Path:
+        if os.geteuid():
+            pytest.skip("mounting needs root")
+        at = tmp_path / f"disk{len(mounted)}"
+        at.mkdir()
+        if kind == "tmpfs":
+            run("mount", "-t", "tmpfs", "-o", options, "kvtier-test", str(at))
+        else:
+            image = tmp_path / f"image{len(mounted)}"
+            with image.open("wb") as file:
+                file.truncate(size_bytes)
+            run(f"mkfs.{kind}", "-q", "-F", *mkfs, str(image))
+            run("mount", "-o", ",".join(filter(None, ("loop", options))), str(image), str(at))
+        mounted.append(at)
+        return at
+
+    yield make
+    for at in mounted:
+        subprocess.run(["umount", str(at)], check=True, timeout=60)
 
 
 @pytest.fixture(autouse=True)

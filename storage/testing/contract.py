@@ -71,12 +71,14 @@ class StoreHarness:
         *,
         codec: str = NO_CODEC,
         row_of: Callable[[RowKey, int], bytes] = row_of,
+        options: StoreOptions | None = None,
     ) -> None:
-        """`capacity_rows` of those that `row_of` makes fit, all being of one size class."""
+        """`capacity_rows` of those that `row_of` makes fit, all being of one size class; unless
+        `options` say otherwise."""
         self.row_bytes = row_bytes
         self.capacity_rows = capacity_rows
         self.identity = Identity("test/model", {"layout": "plain"}, element_bytes=2, codec=codec)
-        self.options = options_for(root, row_bytes, capacity_rows)
+        self.options = options or options_for(root, row_bytes, capacity_rows)
         if self.identity.row_codec is not None:
             frame = self.identity.row_codec.encode(memoryview(row_of(key_of(0), row_bytes)))
             classes = SegmentGeometry(row_bytes, 4).size_classes()

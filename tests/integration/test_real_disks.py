@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,41 +19,17 @@ OK, MISSING = RowOutcome.OK, RowOutcome.MISSING
 ROW_BYTES = 65536
 
 
-def run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        pytest.skip(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
-
-
 @pytest.fixture(params=["tmpfs", "ext4", "ext4 -m 20"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def disk(request: pytest.FixtureRequest, mount: Callable[..., Path]) -> Path:
     """An empty file system of 24 MiB."""
-    if os.geteuid():
-        pytest.skip("mounting needs root")
-    at = tmp_path / "disk"
-    at.mkdir()
-    if request.param == "tmpfs":
-        run("mount", "-t", "tmpfs", "-o", "size=24m", "kvtier-test", str(at))
-    else:
-        image = tmp_path / "image"
-        with image.open("wb") as file:
-            file.truncate(24 << 20)
-        run("mkfs.ext4", "-q", "-F", *request.param.split()[1:], str(image))
-        run("mount", "-o", "loop", str(image), str(at))
-    yield at
-    subprocess.run(["umount", str(at)], check=True, timeout=60)
+    kind, *mkfs = request.param.split()
+    return mount(kind, "size=24m" if kind == "tmpfs" else "", mkfs=tuple(mkfs))
 
 
 @pytest.fixture
-def few_inodes(tmp_path: Path) -> Iterator[Path]:
+def few_inodes(mount: Callable[..., Path]) -> Path:
     """A tmpfs of 64 MiB with room for 24 files and directories."""
-    if os.geteuid():
-        pytest.skip("mounting needs root")
-    at = tmp_path / "disk"
-    at.mkdir()
-    run("mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=24", "kvtier-test", str(at))
-    yield at
-    subprocess.run(["umount", str(at)], check=True, timeout=60)
+    return mount("tmpfs", "size=64m,nr_inodes=24")
 
 
 IDENTITY = Identity("m", {})
@@ -118,5 +94,6 @@ def test_inodes_that_run_out_are_a_full_disk(few_inodes: Path) -> None:
         assert 12 <= resident <= 60
         assert store.usage().state == "full"
         assert "No space left" in store.usage().state_reason
+        assert store.usage().limit == "inodes"
     with DiskStore.open(options) as store:
         assert len(store.open_rows(IDENTITY, ROW_BYTES)) == resident
