@@ -56,12 +56,22 @@ class _Pages(NamedTuple):
     blocks: npt.NDArray[np.int64]
 
 
+class _LayerCopy(NamedTuple):
+    """One layer of a group: `device[i]` and `rows[slot, block]` are pages, in pieces, of the same
+    words; `page_bytes` of them are content."""
+
+    layer: LayerRow
+    device: torch.Tensor
+    rows: torch.Tensor
+    page_bytes: int
+
+
 class CopyWorker:
     """`tensors[i]`, int8[num_blocks, page_bytes] and of any stride, is the i-th of the layers that
     the row layout has on this rank.
 
     `groups[g]` lists what a block of KV-cache group g consists of.  Keeps the region mapped until
-    `close`.
+    `close`.  Raises `ValueError` for tensors that are not the layout's.
     """
 
     def __init__(
@@ -71,15 +81,16 @@ class CopyWorker:
         tensors: Sequence[torch.Tensor],
         groups: Sequence[Sequence[LayerPages]],
     ) -> None:
-        self._layers = region.layout.layers_of(rank)
         self._region = region
         self._rank = rank
-        self._groups = [list(group) for group in groups]
-        self._pages = [
-            _device_pages(t, layer) for t, layer in zip(tensors, self._layers, strict=True)
-        ]
+        layers = region.layout.layers_of(rank)
+        device = [_device_pages(t, layer) for t, layer in zip(tensors, layers, strict=True)]
         flat = torch.frombuffer(region.mapping, dtype=torch.int8)
-        self._row_pages = [self._row_view(flat, layer) for layer in self._layers]
+        rows = [self._row_view(flat, layer) for layer in layers]
+        self._groups = [
+            [_layer_copy(layers[i], device[i], rows[i], width) for i, width in group]
+            for group in groups
+        ]
 
     def _row_view(self, flat: torch.Tensor, layer: LayerRow) -> torch.Tensor:
         """int8[slot_count, blocks_per_chunk, stretches, piece_bytes]: this rank's shard of `layer`
@@ -113,18 +124,14 @@ class CopyWorker:
             pages = _Pages(
                 np.asarray(run.block_ids, np.int64), slots, blocks % layout.blocks_per_chunk
             )
-            for index, width in group:
-                layer = self._layers[index]
-                part = self._own_pages(layer, pages) if is_store else pages
+            for copy in group:
+                part = self._own_pages(copy.layer, pages) if is_store else pages
                 ids, rows, subs = (torch.from_numpy(column) for column in part)
-                piece = width // layer.stretches
-                device = self._pages[index][..., :piece]
-                region = self._row_pages[index][..., :piece]
                 if is_store:
-                    region[rows, subs] = device[ids]
+                    copy.rows[rows, subs] = copy.device[ids]
                 else:
-                    device[ids] = region[rows, subs]
-                moved += len(ids) * width
+                    copy.device[ids] = copy.rows[rows, subs]
+                moved += len(ids) * copy.page_bytes
         return Copied(moved, time.perf_counter() - started)
 
     def _own_pages(self, layer: LayerRow, pages: _Pages) -> _Pages:
@@ -137,8 +144,7 @@ class CopyWorker:
 
     def close(self) -> None:
         """Drop every view of the region and unmap it."""
-        self._row_pages.clear()
-        self._pages.clear()
+        self._groups.clear()
         self._region.close()
 
 
@@ -153,3 +159,23 @@ def _device_pages(tensor: torch.Tensor, layer: LayerRow) -> torch.Tensor:
     stride = tensor.stride(0)
     shape = (tensor.shape[0], layer.stretches, layer.piece_bytes)
     return tensor.as_strided(shape, (stride, layer.piece_bytes, 1))
+
+
+def _layer_copy(
+    layer: LayerRow, device: torch.Tensor, rows: torch.Tensor, page_bytes: int
+) -> _LayerCopy:
+    """Both sides cut to the content of a page, in the widest words that fit all of it: torch
+    gathers words one by one, and bytes cost it several times as much."""
+    piece = page_bytes // layer.stretches
+    device, rows = device[..., :piece], rows[..., :piece]
+    numbers = [
+        piece,
+        device.data_ptr(),
+        rows.data_ptr(),
+        *device.stride()[:-1],
+        *rows.stride()[:-1],
+    ]
+    for word in (torch.int64, torch.int32, torch.int16):
+        if all(number % word.itemsize == 0 for number in numbers):
+            return _LayerCopy(layer, device.view(word), rows.view(word), page_bytes)
+    return _LayerCopy(layer, device, rows, page_bytes)
