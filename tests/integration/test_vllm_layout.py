@@ -252,6 +252,16 @@ class HfConfig:
         return {**self.values, "_name_or_path": "anywhere", "transformers_version": "5"}
 
 
+def served_model(directory: Path, values: dict[str, Any]) -> Any:
+    return types.SimpleNamespace(
+        model=str(directory),
+        revision=None,
+        dtype=values["dtype"],
+        quantization=values["quantization"],
+        hf_config=HfConfig(rope_theta=values["rope_theta"]),
+    )
+
+
 def engine_identity(model: Path, tp: int = 1, **changes: Any) -> str:
     """The fingerprint of an engine that differs from the plain one in `changes`."""
     values = {
@@ -264,16 +274,19 @@ def engine_identity(model: Path, tp: int = 1, **changes: Any) -> str:
         "tokens": 16,
         "rope_theta": 10000.0,
         "backend": None,
+        "draft": None,
         **changes,
     }
+    target = served_model(model, values)
+    speculative = None
+    if values["draft"] is not None:
+        drafts = {"ngram": None, "itself": target, "other": served_model(model / "draft", values)}
+        speculative = types.SimpleNamespace(
+            method="draft_model", draft_model_config=drafts[values["draft"]]
+        )
     vllm_config: Any = types.SimpleNamespace(
-        model_config=types.SimpleNamespace(
-            model=str(model),
-            revision=None,
-            dtype=values["dtype"],
-            quantization=values["quantization"],
-            hf_config=HfConfig(rope_theta=values["rope_theta"]),
-        ),
+        model_config=target,
+        speculative_config=speculative,
         cache_config=types.SimpleNamespace(prefix_caching_hash_algo=values["hash"]),
         attention_config=types.SimpleNamespace(backend=values["backend"]),
         use_v2_model_runner=values["v2"],
@@ -328,6 +341,19 @@ def test_identity_follows_the_weights_and_not_the_path(model: Path, tmp_path: Pa
     assert engine_identity(moved) == before
     (moved / "model.bin").write_bytes(b"\1" + bytes(999))
     assert engine_identity(moved) != before
+
+
+def test_identity_follows_the_weights_of_the_draft_model(model: Path) -> None:
+    """Its KV stands in the same rows."""
+    draft = model / "draft"
+    draft.mkdir()
+    (draft / "model.bin").write_bytes(bytes(1000))
+    before = engine_identity(model, draft="other")
+    assert before != engine_identity(model)
+    (draft / "model.bin").write_bytes(b"\1" + bytes(999))
+    assert engine_identity(model, draft="other") != before
+    for without_model in ("ngram", "itself"):
+        assert engine_identity(model, draft=without_model) == engine_identity(model)
 
 
 def test_identity_of_single_copies_is_the_same_at_every_tp(model: Path) -> None:

@@ -273,10 +273,8 @@ def identity(vllm_config: Any, offloading_config: Any, layout: RowLayout) -> Ide
     fields: dict[str, Json] = {
         "engine": f"vllm {vllm_version}",
         "row_format": ROW_FORMAT,
-        "weights": _weights(model),
-        "config": _config_digest(model.hf_config),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": model.quantization,
+        **_model_identity(model),
+        "draft": _draft_identity(vllm_config),
         "kv_cache_dtype": offloading_config.model.dtype,
         "kv_cache_layout": offloading_config.kv_cache_layout,
         "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
@@ -297,6 +295,25 @@ def _element_bytes(kv_cache_dtype: str) -> int:
     """Of the KV's numbers.  Formats that pack or mix them (fp8, int4, ...) are taken by bytes."""
     dtype = getattr(torch, kv_cache_dtype, None)
     return dtype.itemsize if isinstance(dtype, torch.dtype) else 1
+
+
+def _model_identity(model: Any) -> dict[str, Json]:
+    return {
+        "weights": _weights(model),
+        "config": _config_digest(model.hf_config),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+    }
+
+
+def _draft_identity(vllm_config: Any) -> Json:
+    """Of the model that drafts, whose KV stands in the same rows; None if there is none."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    # Methods that draft without a model name the target's own.
+    if draft is None or draft is vllm_config.model_config:
+        return None
+    return {"method": speculative.method, **_model_identity(draft)}
 
 
 def _display_name(model: Any) -> str:
