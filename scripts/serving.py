@@ -68,7 +68,7 @@ class ServeConfig:
             *("--shutdown-timeout", str(int(SHUTDOWN_TIMEOUT_S))),
             "--enforce-eager",
             "--enable-prefix-caching",
-            *preset.serve_flags,
+            *preset.flags(self.tensor_parallel),
             *self.extra_flags,
         ]
         if self.kv_transfer_config is not None:
@@ -299,6 +299,19 @@ class VllmServer:
             raise ServeError(self._with_log(f"completion failed: {error!r}")) from error
         total_s = time.monotonic() - started
         return Completion(text, tuple(token_ids), prompt_tokens, ttft_s, total_s)
+
+    def complete_all(self, prompts: Sequence[Prompt], tokens_max: int) -> list[tuple[int, ...]]:
+        """The greedy tokens of each prompt, of all prompts in one request."""
+        body = {
+            "model": self.config.preset.name,
+            "prompt": [p if isinstance(p, str) else list(p) for p in prompts],
+            "max_tokens": tokens_max,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        choices = self._ask("POST", "/v1/completions", json=body).json()["choices"]
+        return [tuple(c["token_ids"]) for c in sorted(choices, key=lambda c: int(c["index"]))]
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of a piece of text, without any added at its ends."""
