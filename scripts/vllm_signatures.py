@@ -109,12 +109,21 @@ CLASSES: dict[str, tuple[str, ...]] = {
     f"{OFFLOAD}.cpu.gpu_worker": ("CPUOffloadingWorker",),
     f"{OFFLOAD}.cpu.shared_offload_region": ("SharedOffloadRegion",),
     f"{OFFLOAD}.tiering.base": ("SecondaryTierManager",),
-    f"{CONNECTOR}.base": ("KVConnectorBase_V1", "SupportsHMA"),
+    f"{CONNECTOR}.base": ("KVConnectorBase_V1", "KVConnectorHandshakeMetadata", "SupportsHMA"),
     f"{CONNECTOR}.offloading_connector": ("OffloadingConnector",),
     f"{CONNECTOR}.offloading.common": ("TransferJob",),
     f"{CONNECTOR}.offloading.metrics": ("OffloadPromMetrics", "OffloadingConnectorStats"),
     f"{CONNECTOR}.offloading.scheduler": ("OffloadingConnectorScheduler",),
     f"{CONNECTOR}.offloading.worker": ("OffloadingConnectorWorker",),
+    "vllm.v1.kv_cache_interface": (
+        "AttentionSpec",
+        "FullAttentionSpec",
+        "SlidingWindowSpec",
+        "UniformTypeKVCacheSpecs",
+        "KVCacheGroupSpec",
+        "KVCacheConfig",
+    ),
+    "vllm.v1.kv_cache_layout": ("KVCacheLayout",),
 }
 
 # Of these classes we only call a few methods; the rest may change as it likes.
@@ -122,6 +131,13 @@ CALLED_ONLY: dict[str, frozenset[str]] = {
     "OffloadPromMetrics": frozenset({"__init__", "observe"}),
     "OffloadingConnectorScheduler": frozenset({"__init__"}),
     "OffloadingConnectorWorker": frozenset({"__init__", "register_kv_caches"}),
+    "AttentionSpec": frozenset({"page_size_bytes", "unpadded_page_size_bytes"}),
+    "FullAttentionSpec": frozenset(),
+    "SlidingWindowSpec": frozenset(),
+    "UniformTypeKVCacheSpecs": frozenset(),
+    "KVCacheGroupSpec": frozenset(),
+    "KVCacheConfig": frozenset(),
+    "KVCacheLayout": frozenset({"layer_view_order", "is_block_compact"}),
 }
 
 FUNCTIONS: dict[str, tuple[str, ...]] = {
