@@ -87,7 +87,7 @@ def _encode(metadata: dict[str, Json]) -> bytes:
 def root_metadata(owner: dict[str, Json]) -> bytes:
     """`zarr.json` of the root group.  `owner` says who has the store open, for error messages."""
     attributes: dict[str, Json] = {"format_version": FORMAT_VERSION, "owner": owner}
-    return _group({"kvtier": attributes})
+    return group_metadata({"kvtier": attributes})
 
 
 def namespace_metadata(identity: Identity) -> bytes:
@@ -101,10 +101,28 @@ def namespace_metadata(identity: Identity) -> bytes:
     if identity.row_codec is not None:
         attributes["codec"] = identity.codec
         attributes["element_bytes"] = identity.element_bytes
-    return _group({"kvtier": attributes})
+    return group_metadata({"kvtier": attributes})
 
 
-def _group(attributes: dict[str, Json]) -> bytes:
+def bytes_metadata(size_bytes: int, attributes: dict[str, Json]) -> bytes:
+    """`zarr.json` of an array of plain bytes in one file, `c/0`."""
+    return _encode(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [size_bytes],
+            "data_type": "uint8",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [size_bytes]}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": 0,
+            "codecs": [{"name": "bytes"}],
+            "attributes": {"kvtier": attributes},
+        }
+    )
+
+
+def group_metadata(attributes: dict[str, Json]) -> bytes:
+    """`zarr.json` of a group."""
     return _encode({"zarr_format": 3, "node_type": "group", "attributes": attributes})
 
 

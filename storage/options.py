@@ -29,5 +29,9 @@ class StoreOptions:
     lock_timeout_s: float = 10.0  # a predecessor that was just killed may still end its I/O
     read_timeout_s: float = 10.0  # from submission; a prefill is quicker than that
     write_timeout_s: float = 30.0  # from submission; the region pins its rows meanwhile
+    quarantine_rows: int = 0
+    """Rows found corrupt that are kept aside for a person, at most; charged to the budget."""
+    scrub_bytes_per_s: int = 0
+    """How fast rows that nobody asks for are verified; 0: not at all."""
     write_queue_bytes: int = 4 << 30
     """Rows that may wait to be written; more are declined.  Some seconds' work for a drive."""

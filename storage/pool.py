@@ -21,6 +21,7 @@ from storage.errors import DeviceError
 from storage.header import SegmentGeometry
 from storage.namespace import METADATA, Identity, namespace_metadata, rows_metadata
 from storage.options import StoreOptions
+from storage.quarantine import Quarantine
 from storage.segment import Segment, partial_path
 from storage.space import (
     NAMESPACE_OVERHEAD_BYTES,
@@ -43,6 +44,7 @@ class Owner(Protocol):
     lock: threading.RLock
     space: Space
     engine: IoEngine
+    quarantine: Quarantine
     direct: bool
 
     def next_use(self) -> int:

@@ -1,5 +1,6 @@
 """Reading rows: every one is verified; what is not what was stored is dropped.
 
+The rows of jobs are read into their buffers; the scrubber's are read, looked at and forgotten.
 Pins are taken and results are taken in under the owner's lock, the device is called outside it.
 """
 
@@ -7,16 +8,20 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
+from storage.checksum import TRAILER_BYTES, crc32c
+from storage.device import aligned_buffer
 from storage.errors import CorruptRecord, DeviceError
 from storage.header import Record
 from storage.index import RowIndex
 from storage.jobs import Part, RowCounters
+from storage.namespace import Json
 from storage.pool import Owner, SegmentPool
-from storage.record import ReadRow
+from storage.record import ReadRow, fault_of
 from storage.segment import ROWS_PER_CALL, Segment, runs
 from storage.types import Location, RowKey, RowOutcome
 
@@ -33,7 +38,8 @@ ReadError = CorruptRecord | DeviceError
 class RowReader:
     """Reads the rows of one namespace; its methods run on I/O threads.
 
-    `drop` takes rows out of index, policy and table, under the lock.
+    `drop` takes rows out of index, policy and table, under the lock; what stands in their slots
+    is the reader's, to give back.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class RowReader:
         self._index = index
         self._counters = counters
         self._drop = drop
+        self._keeping = threading.Lock()  # of the quarantine, which is one for the root
 
     def read_part(self, part: Part) -> None:
         """Read the part's rows and report each."""
@@ -61,6 +68,36 @@ class RowReader:
         self._read(part.keys, part.buffers, report, lambda: part.is_overdue)
         with self._owner.lock:
             self._counters.read_seconds += time.monotonic() - started
+
+    def verify(self, keys: Sequence[RowKey]) -> None:
+        """Verify rows as they stand on disk, for the scrubber.  Counts and drops what is wrong."""
+        planned: list[tuple[Location, int]] = []
+        records: dict[Location, Record] = {}
+        with self._owner.lock:
+            for position, key in enumerate(keys):
+                place = self._index.get(key)
+                if place is not None:
+                    self._index.pin(place)
+                    records[place] = self._pool[place.segment].record(place.slot)
+                    planned.append((place, position))
+        planned.sort()
+        begun = 0
+        try:
+            for start, stop in stretches([p for p, _ in planned], self._pool.geometry.row_bytes):
+                stretch = planned[start:stop]
+                with self._pool.using(stretch[0][0].segment) as segment:
+                    errors = _verify_slots(segment, [(p, records[p]) for p, _ in stretch])
+                    begun = stop
+                    self._take_in(keys, segment, stretch, errors, self._count_scrubbed)
+        finally:
+            with self._owner.lock:
+                for place, _ in planned[begun:]:
+                    self._index.unpin(place)
+
+    def _count_scrubbed(self, _position: int, outcome: RowOutcome) -> None:
+        self._counters.rows_scrubbed += 1
+        if outcome is not RowOutcome.OK:
+            self._counters.rows_scrubbed_corrupt += 1
 
     def _count(self, outcome: RowOutcome) -> None:
         counters = self._counters
@@ -122,7 +159,7 @@ class RowReader:
     ) -> None:
         """Unpin and report a stretch; drop what is wrong."""
         bad: list[tuple[RowKey, ReadError]] = []
-        dropped: list[RowKey] = []
+        dropped: dict[RowKey, tuple[Location, Record]] = {}
         space = self._owner.space
         with self._owner.lock:
             for (place, position), error in zip(stretch, errors, strict=True):
@@ -142,16 +179,69 @@ class RowReader:
                         continue
                 # Another reader of the same row may have dropped it already, or does so next.
                 if self._index.get(key) == place and not self._index.place_is_pinned(place):
-                    dropped.append(key)
-            self._drop(dropped)
+                    dropped[key] = place, segment.record(place.slot)
+            self._drop(list(dropped))
         for key, error in bad:
             what = "dropped" if key in dropped else "could not read"
             log.warning("%s row %s: %s", what, key.hex(), error)
+            if key in dropped and isinstance(error, CorruptRecord):
+                self._keep(key, segment, *dropped[key], error.reason)
         if dropped:
+            with self._owner.lock:
+                for place, _ in dropped.values():
+                    self._pool.withdraw(place, free=True)
             try:
                 segment.flush_header(self._owner.lock)
             except DeviceError as exc:
                 log.warning("could not record the loss of a row: %s", exc)
+
+    def _keep(
+        self, key: RowKey, segment: Segment, place: Location, record: Record, reason: str
+    ) -> None:
+        """Put what stands in a slot, which is ours, into the quarantine."""
+        quarantine = self._owner.quarantine
+        if not quarantine.is_on:
+            return
+        slot = aligned_buffer(segment.geometry.stride)
+        try:
+            segment.read_slots(place.slot, slot)
+        except (CorruptRecord, DeviceError) as exc:
+            log.warning("not kept: %s", exc)
+            return
+        content = slot[segment.geometry.lead_bytes :][: record.length]
+        name = f"{self._pool.identity.directory}-{place.segment}-{place.slot}"
+        attributes: dict[str, Json] = {
+            "key": key.hex(),
+            "segment": place.segment,
+            "slot": place.slot,
+            "path": str(segment.path),
+            "checksum_expected": f"{record.checksum:08x}",
+            "checksum_found": f"{crc32c(content[:-TRAILER_BYTES]):08x}",
+            "checksum_of_trailer": f"{int.from_bytes(content[-TRAILER_BYTES:], 'little'):08x}",
+            "reason": reason,
+        }
+        with self._keeping:
+            quarantine.keep(name, content, attributes)
+
+
+def _verify_slots(
+    segment: Segment, slots: Sequence[tuple[Location, Record]]
+) -> list[ReadError | None]:
+    """What is wrong with consecutive slots, each.  A fault in one does not fail its neighbours."""
+    stride = segment.geometry.stride
+    content = aligned_buffer(len(slots) * stride)
+    try:
+        segment.read_slots(slots[0][0].slot, content)
+    except (CorruptRecord, DeviceError) as exc:
+        if len(slots) == 1:
+            return [exc]
+        return [error for slot in slots for error in _verify_slots(segment, [slot])]
+    errors: list[ReadError | None] = []
+    for position, (place, record) in enumerate(slots):
+        slot = content[position * stride : (position + 1) * stride]
+        reason = fault_of(slot, segment.geometry, record)
+        errors.append((reason and CorruptRecord(segment.place(place.slot), reason)) or None)
+    return errors
 
 
 def rows_per_call(row_bytes: int) -> int:

@@ -30,6 +30,13 @@ class ReadRow:
     buffer: memoryview
 
 
+def fault_of(slot: memoryview, geometry: SegmentGeometry, record: Record) -> str | None:
+    """What is wrong with a whole slot, as it stands on disk, in which `record` should be."""
+    content = slot[geometry.lead_bytes : geometry.lead_bytes + record.length - TRAILER_BYTES]
+    trailer = slot[geometry.lead_bytes + content.nbytes :]
+    return _mismatch(crc32c(content), trailer, record)
+
+
 class SlotFormat(Protocol):
     """Of the slots of one segment.  Methods work in the calling thread's own memory: what one
     returns is good until the thread's next call of any."""
@@ -108,7 +115,7 @@ class WholeRows:
             if self._head and leads[0][-FRAME_HEAD_BYTES:] != self._head:
                 reasons.append("not the head of a raw row's frame")
                 continue
-            reason = _mismatch(crc32c(content, self._head_checksum), trailer, row)
+            reason = _mismatch(crc32c(content, self._head_checksum), trailer, row.record)
             reasons.append(reason)
             if reason is None and content is not row.buffer:
                 row.buffer[:] = content
@@ -148,7 +155,7 @@ class PackedRows:
         for position, row in enumerate(rows):
             slot = self._slot(targets[0], position)
             frame = slot[: row.record.length - TRAILER_BYTES]
-            reason = _mismatch(crc32c(frame), slot[frame.nbytes :], row)
+            reason = _mismatch(crc32c(frame), slot[frame.nbytes :], row.record)
             if reason is None:
                 try:
                     self._codec.decode(frame, row.buffer)
@@ -161,14 +168,14 @@ class PackedRows:
         return area[position * self._stride : (position + 1) * self._stride]
 
 
-def _mismatch(found: int, trailer: memoryview, row: ReadRow) -> str | None:
+def _mismatch(found: int, trailer: memoryview, record: Record) -> str | None:
     """What is wrong with a record whose bytes before the trailer have the checksum `found`."""
     said = int.from_bytes(trailer[:TRAILER_BYTES], "little")
-    if found == said == row.record.checksum:
+    if found == said == record.checksum:
         return None
     return (
         f"crc32c of the record {found:08x}, of its trailer {said:08x}, "
-        f"of the key table {row.record.checksum:08x}"
+        f"of the key table {record.checksum:08x}"
     )
 
 

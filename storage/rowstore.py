@@ -29,7 +29,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +189,17 @@ class RowStore:
         with self._owner.lock:
             return self._index.get(key)
 
+    def cold_keys(self, before: int) -> list[RowKey]:
+        """Keys not used since the use `before`, least recently used first."""
+        with self._owner.lock:
+            found = []
+            for policy in self._policies.values():
+                numbers = takewhile(lambda number: self._last_use(number) < before, policy)
+                found += [(self._last_use(number), self._key(number)) for number in numbers]
+        if len(self._policies) > 1:
+            found.sort()
+        return [key for _, key in found]
+
     @property
     def segment_numbers(self) -> list[SegmentId]:
         with self._owner.lock:
@@ -262,6 +273,15 @@ class RowStore:
     def write(self, keys: Sequence[RowKey], buffers: Sequence[memoryview]) -> JobResult:
         """`submit_write`, waiting for the result."""
         return wait(lambda done: self.submit_write(keys, buffers, done))
+
+    def verify(self, keys: Sequence[RowKey]) -> None:
+        """Verify rows against their checksums, dropping what is wrong.  On an I/O thread."""
+        self._reader.verify(keys)
+
+    def note_pass(self) -> None:
+        """The scrubber has seen every row that was not used meanwhile."""
+        with self._owner.lock:
+            self.counters.scrub_passes += 1
 
     def remove(self, keys: Iterable[RowKey]) -> int:
         """Drop rows that no one is reading; how many.  Raises `DeviceError`: then a crash may
@@ -618,9 +638,9 @@ class RowStore:
     # -- bookkeeping, under the lock ------------------------------------------------------------
 
     def _drop(self, keys: Sequence[RowKey]) -> None:
-        """Rows that are not what was stored are gone; their slots are free."""
+        """Rows that are not what was stored are gone; their slots are the caller's."""
         for key in keys:
-            self._withdraw(key, free=True)
+            self._withdraw(key, free=False)
         self._announce((), keys)
 
     def _key(self, number: int) -> RowKey:

@@ -213,13 +213,17 @@ class Segment:
     @property
     def last_use(self) -> int:
         """Of its most recent row; -1 without rows."""
-        uses = self.entries["last_use"][self.entries["key_bytes"] > 0]
+        uses = self.entries["last_use"][self._named()]
         return int(uses.max()) if len(uses) else -1
 
     @property
     def mean_use(self) -> float:
-        """The last use of its average slot; an empty slot counts as never used."""
-        return float(self.entries["last_use"].mean())
+        """The last use of its average slot; an empty slot counts as the coldest row."""
+        uses = self.entries["last_use"][self._named()]
+        if not len(uses):
+            return 0.0
+        empty = self.geometry.slots_per_segment - len(uses)
+        return float((uses.sum() + empty * uses.min()) / self.geometry.slots_per_segment)
 
     @property
     def is_idle(self) -> bool:
@@ -370,6 +374,18 @@ class Segment:
             None if reason is None else CorruptRecord(self.place(row.slot), reason)
             for row, reason in zip(rows, self._format.accept(rows, targets), strict=True)
         ]
+
+    def read_slots(self, first: SlotId, slots: memoryview) -> None:
+        """Fill `slots`, page-aligned and a multiple of the stride, with what stands on disk.
+
+        Raises `DeviceError`, or `CorruptRecord` where the file ends early.
+        """
+        offset = self.geometry.row_offset(first)
+        read_fully(self._device, self._fd, [slots], offset, self.place(first))
+
+    def write_slots(self, first: SlotId, slots: memoryview) -> None:
+        """Write whole slots, as `read_slots` read them elsewhere.  As `write_rows` on errors."""
+        write_fully(self._device, self._fd, [slots], self.geometry.row_offset(first))
 
     # -- end ------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from storage.namespace import (
 )
 from storage.options import StoreOptions
 from storage.pool import charge_of
+from storage.quarantine import QUARANTINE, Quarantine
 from storage.root import (
     StaleNamespace,
     allocated_bytes,
@@ -39,6 +40,7 @@ from storage.root import (
     take_root,
 )
 from storage.rowstore import RowStore
+from storage.scrubber import Scrubber
 from storage.segment import Segment, segment_path
 from storage.sizes import format_size
 from storage.space import (
@@ -118,11 +120,18 @@ class DiskStore:
         self._last_use = 0
         self._external_removals = 0
         self._closed: CloseReport | None = None
+        self.quarantine = Quarantine(options.root, device, options.quarantine_rows)
+        self._quarantine_charge = 0
         self._charge_what_is_there()
-        self.engine = IoEngine(  # last: its threads must be ended
+        self.engine = IoEngine(  # its threads must be ended: nothing below may fail
             options.io_threads,
             write_threads=options.write_threads,
             queued_bytes_max=options.write_queue_bytes,
+        )
+        self._scrubber = (
+            Scrubber(self.engine, options.scrub_bytes_per_s, self._open_stores, self._now_use)
+            if options.scrub_bytes_per_s
+            else None
         )
 
     @classmethod
@@ -201,13 +210,15 @@ class DiskStore:
         directory = self.root / identity.directory / ROWS
         codec = identity.row_codec
         geometry, segment_count = self._read_geometry(directory, row_bytes, codec, stale)
-        row_codec = None
+        row_codec, largest = None, geometry
         if codec is not None:
             classes = geometry.size_classes()
-            row_codec = RowCodec(codec, classes, always=self.options.codec_always)
-            self._check_one_segment_fits(classes[-1])
-        else:
-            self._check_one_segment_fits(geometry)
+            row_codec, largest = (
+                RowCodec(codec, classes, always=self.options.codec_always),
+                classes[-1],
+            )
+        self._check_one_segment_fits(largest)
+        self._reserve_quarantine(largest.stride)
         rows = RowStore(self, directory, identity, geometry, row_codec, is_new=stale is None)
         rows.pool.metadata_was_read(segment_count)
         if stale is None:
@@ -305,7 +316,7 @@ class DiskStore:
         return geometry
 
     def _check_one_segment_fits(self, geometry: SegmentGeometry) -> None:
-        least = _least_budget(geometry)
+        least = _least_budget(geometry) + self.quarantine.most_bytes(geometry.stride)
         if self.options.budget_bytes < least:
             raise ConfigError(
                 "budget",
@@ -326,6 +337,10 @@ class DiskStore:
                 f"{self.root} with {total} bytes",
             )
 
+    def _open_stores(self) -> list[RowStore]:
+        with self.lock:
+            return list(self._stores.values())
+
     # -- recency, under the lock ----------------------------------------------------------------
 
     def next_use(self) -> int:
@@ -333,6 +348,10 @@ class DiskStore:
         over the namespaces of a root, and over restarts."""
         self._last_use = max(self._last_use + 1, time.time_ns() // 1000)
         return self._last_use
+
+    def _now_use(self) -> int:
+        with self.lock:
+            return self.next_use()
 
     def note_use(self, last_use: int) -> None:
         """A row that was found was last used then."""
@@ -430,8 +449,19 @@ class DiskStore:
             if is_namespace_directory(name) and self.device.stat(path).is_directory:
                 self._stale[name] = survey(path, self.device)
                 self.space.charge(self._stale[name].charged_bytes)
+            elif name == QUARANTINE:
+                self._quarantine_charge = allocated_bytes(path, self.device)
+                self.space.charge(self._quarantine_charge)
             elif name != METADATA:  # not ours: left alone
                 self.space.charge(allocated_bytes(path, self.device))
+
+    def _reserve_quarantine(self, slot_bytes: int) -> None:
+        """Charge what the quarantine may take, so that keeping a row asks for no room."""
+        more = self.quarantine.most_bytes(slot_bytes) - self._quarantine_charge
+        if more > 0:
+            with self.lock:
+                self.space.charge(more)
+                self._quarantine_charge += more
 
     def usage(self) -> StoreUsage:
         with self.lock:
@@ -468,6 +498,8 @@ class DiskStore:
         """Run what is queued, for `timeout_s` at most, write what is pending, give the root up."""
         if self._closed is not None:
             return self._closed
+        if self._scrubber is not None:
+            self._scrubber.close()
         declined = self._count_busy()
         is_ended = self.engine.close(timeout_s).is_ended
         self._closed = CloseReport(is_ended, self._count_busy() - declined)

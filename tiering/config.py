@@ -15,6 +15,8 @@ from storage.errors import ConfigError
 from storage.options import StoreOptions
 from storage.sizes import parse_size
 
+_MAX_QUARANTINE_ROWS = 1000  # for a person to look at
+
 
 class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`disk`: the store below the region."""
@@ -35,6 +37,10 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """After that a read has failed, whatever the disk does."""
     write_timeout_s: float = 30.0
     """After that a write has failed, whatever the disk does."""
+    quarantine_rows: int = 0
+    """Rows found corrupt that are kept aside under `root`/quarantine, at most."""
+    scrub_bytes_per_s: str | int = 0
+    """How fast rows that nobody asks for are verified; 0: not at all."""
     reserve: str | int | None = None
     """Free space to leave on the file system.  Default: 1 % of it, at most 1 GiB."""
     codec: str = NO_CODEC
@@ -118,6 +124,10 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         raise ConfigError(
             f"{where}.write_threads", f"1 to io_threads ({disk.io_threads})", disk.write_threads
         )
+    if not 0 <= disk.quarantine_rows <= _MAX_QUARANTINE_ROWS:
+        raise ConfigError(
+            f"{where}.quarantine_rows", f"0 to {_MAX_QUARANTINE_ROWS}", disk.quarantine_rows
+        )
     for name in ("read_timeout_s", "write_timeout_s"):
         if not getattr(disk, name) > 0:
             raise ConfigError(f"{where}.{name}", "seconds above 0", getattr(disk, name))
@@ -131,11 +141,7 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         raise ConfigError(
             f"{where}.budget", f"at least one segment ({segment} bytes, segment_size)", disk.budget
         )
-    # 0 is a size here, and the only place where it is one.
-    reserve = 0 if disk.reserve in (0, "0") else disk.reserve
-    if reserve:
-        reserve = parse_size(reserve, f"{where}.reserve")
-    assert not isinstance(reserve, str)
+    reserve = None if disk.reserve is None else _size_or_zero(disk.reserve, f"{where}.reserve")
     assert not isinstance(segment, str)
     return StoreOptions(
         root=Path(disk.root).expanduser().absolute(),
@@ -144,12 +150,18 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         io_threads=disk.io_threads,
         write_threads=disk.write_threads,
         reserve_bytes=reserve,
+        quarantine_rows=disk.quarantine_rows,
+        scrub_bytes_per_s=_size_or_zero(disk.scrub_bytes_per_s, f"{where}.scrub_bytes_per_s"),
         read_timeout_s=disk.read_timeout_s,
         write_timeout_s=disk.write_timeout_s,
         write_queue_bytes=parse_size(disk.write_queue, f"{where}.write_queue"),
         codec=disk.codec,
         codec_always=disk.codec_always,
     )
+
+
+def _size_or_zero(value: str | int, field: str) -> int:
+    return 0 if value in (0, "0") and value is not False else parse_size(value, field)
 
 
 def _refuse_unknown(raw: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:

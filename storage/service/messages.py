@@ -141,6 +141,9 @@ class Usage(msgspec.Struct, tag="usage", frozen=True):
     declined_twice: int = 0
     writes_failed: int = 0
     rows_evicted: int = 0
+    rows_scrubbed: int = 0
+    rows_scrubbed_corrupt: int = 0
+    scrub_passes: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     rows_encoded: int = 0

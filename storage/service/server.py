@@ -112,7 +112,7 @@ class Session:
         with self.store.lock:
             self._on_change(self.rows.keys(), ())
             self.rows.on_change = self._on_change
-        self._send_usage()
+        self.send_usage()
         self._outbox.put(Ready())
 
     def handle(self, request: Request) -> None:
@@ -128,7 +128,7 @@ class Session:
                 self.rows.touch(_row_keys(keys))
             case Clear(job_id):
                 outcome = self._clear()
-                self._send_usage()
+                self.send_usage()
                 self._outbox.put(Done(job_id, bytes([outcome]), 0, 0.0))
             case Attach():
                 raise ValueError("attached already")
@@ -155,7 +155,7 @@ class Session:
         self, job_id: int
     ) -> tuple[Callable[[JobResult], None], Callable[[list[int]], None]]:
         def report(result: JobResult) -> None:
-            self._send_usage()
+            self.send_usage()
             outcomes = bytes(result.outcomes)
             self._outbox.put(Done(job_id, outcomes, result.bytes_moved, result.seconds))
 
@@ -170,7 +170,8 @@ class Session:
         for start in range(0, len(published), _KEYS_PER_MESSAGE):
             self._outbox.put(Published(list(published[start : start + _KEYS_PER_MESSAGE])))
 
-    def _send_usage(self) -> None:
+    def send_usage(self) -> None:
+        """Tell the engine the present figures."""
         usage = self.store.usage()
         counters = self.rows.count()
         self._outbox.put(Usage(**usage._asdict(), **vars(counters)))
@@ -202,7 +203,7 @@ def serve(connection: socket.socket) -> None:
                     session = _attach(request, region_fds, outbox)
                     session.start()
                     timer = threading.Thread(
-                        target=_flush_recency, args=(session.store, stopping), daemon=True
+                        target=_maintain, args=(session, stopping), daemon=True
                     )
                     timer.start()
     except StorageError as exc:
@@ -236,6 +237,7 @@ def _attach(request: Request, region_fds: list[int], outbox: Outbox) -> Session:
         os.close(region_fds.pop(0))  # the mapping keeps the region
 
 
-def _flush_recency(store: DiskStore, stopping: threading.Event) -> None:
+def _maintain(session: Session, stopping: threading.Event) -> None:
     while not stopping.wait(_RECENCY_FLUSH_S):
-        store.flush_recency()
+        session.store.flush_recency()
+        session.send_usage()  # the scrubber's figures change without a job
