@@ -6,7 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,34 @@ class RowLinks:
 
 _END = -1
 _ABSENT = -2
+
+
+class EvictionPolicy(Protocol):
+    """An order of row numbers, the next victim first.  The caller serialises calls."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]:
+        """The next victim first."""
+        ...
+
+    def add(self, row: int) -> None:
+        """`row` is new and goes last."""
+        ...
+
+    def load(self, rows: npt.NDArray[np.int64]) -> None:
+        """Add many rows at once, the next victim first, to an order without any."""
+        ...
+
+    def touch(self, row: int) -> bool:
+        """`row` was used.  Whether its place in the order follows from that."""
+        ...
+
+    def remove(self, row: int) -> None: ...
+
+    def victims(self, count: int, is_pinned: Callable[[int], bool]) -> list[int]:
+        """Up to `count` rows that may go, the first to go first.  They stay until removed."""
+        ...
 
 
 class LeastRecentlyUsedRows:
@@ -173,6 +201,21 @@ class LeastRecentlyUsedRows:
             self._newest = older
         else:
             self._links.older[newer] = older
+
+
+class FirstInFirstOutRows(LeastRecentlyUsedRows):
+    """Rows in the order in which they came: up to 4 points fewer hits, and no header that is
+    written for recency alone."""
+
+    def touch(self, row: int) -> bool:  # noqa: ARG002
+        return False
+
+
+EVICTION: dict[str, Callable[[RowLinks], EvictionPolicy]] = {
+    "lru": LeastRecentlyUsedRows,
+    "fifo": FirstInFirstOutRows,
+}
+"""By the names that the settings use; the first is the default."""
 
 
 _FAR = 1.5  # so that classes of like age do not take segments from each other in turns

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.eviction import LeastRecentlyUsed, LeastRecentlyUsedRows, RowLinks
+from storage.eviction import EVICTION, LeastRecentlyUsed, LeastRecentlyUsedRows, RowLinks
 
 
 def policy_of(names: str) -> LeastRecentlyUsed[str]:
@@ -120,3 +120,19 @@ def test_orders_of_different_rows_share_links() -> None:
     assert odd.oldest_first() == [1, 5]
     even.add(3)
     assert even.oldest_first() == [2, 4, 0, 3]
+
+
+def test_first_in_first_out_follows_no_use() -> None:
+    policy = EVICTION["fifo"](RowLinks())
+    for row in (3, 1, 2):
+        policy.add(row)
+    assert not policy.touch(3)
+    assert policy.victims(2, lambda row: row == 1) == [3, 2]
+
+
+def test_the_default_is_recency() -> None:
+    policy = EVICTION[next(iter(EVICTION))](RowLinks())
+    for row in (3, 1, 2):
+        policy.add(row)
+    assert policy.touch(3)
+    assert policy.victims(9, lambda _: False) == [1, 2, 3]
