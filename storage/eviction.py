@@ -71,9 +71,9 @@ class RowLinks:
 
     def grow(self, rows: int) -> None:
         """Make room for numbers below `rows`."""
-        more = rows - len(self.newer)
-        self.newer.extend([_ABSENT] * more)
-        self.older.extend([_ABSENT] * more)
+        more = array("i", [_ABSENT]) * (rows - len(self.newer))
+        self.newer.extend(more)
+        self.older.extend(more)
 
 
 _END = -1

@@ -30,9 +30,9 @@ def hash_of(key: bytes) -> int:
 
 
 def hashes_of(padded_keys: Sequence[bytes]) -> Hashes:
-    """`hash_of` many keys, each padded with zeros to `MAX_KEY_BYTES`."""
-    hashes = np.fromiter(map(hash, padded_keys), np.int64, len(padded_keys))
-    return hashes.view(np.uint64) & np.uint64(_NUMBER_MASK)
+    """64 bits of many keys, each padded with zeros to `MAX_KEY_BYTES`; the low ones are `hash_of`
+    the key."""
+    return np.fromiter(map(hash, padded_keys), np.int64, len(padded_keys)).view(np.uint64)
 
 
 class RowIndex:
@@ -135,7 +135,7 @@ class RowIndex:
         self._count = len(cells)
         # In the order of their homes each stands at its home, or behind the one before it.
         homes = (cells >> np.uint64(_HASH_BITS)) & np.uint64(self._mask)
-        order = np.argsort(homes, kind="stable")
+        order = np.argsort(homes)
         steps = np.arange(len(cells))
         positions = np.maximum.accumulate(homes[order].astype(np.int64) - steps) + steps
         fits = positions < size

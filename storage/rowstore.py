@@ -113,19 +113,21 @@ class RowStore:
 
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Take over the segments found on disk and index their rows, recency kept."""
-        found: list[tuple[Numbers, Hashes, Numbers]] = []  # numbers, hashes, last uses
-        for segment in segments:
+        segments = list(segments)
+        named = [np.flatnonzero(segment.entries["key_bytes"]) for segment in segments]
+        count = sum(map(len, named))
+        numbers, uses = np.empty(count, np.int64), np.empty(count, np.int64)
+        hashes = np.empty(count, np.uint64)
+        stop = 0
+        for segment, slots in zip(segments, named, strict=True):
             self.pool.adopt(segment)
-            slots = np.flatnonzero(segment.entries["key_bytes"])
-            rows = segment.entries[slots]
+            start, stop = stop, stop + len(slots)
             first = self._index.number(Location(segment.id, SlotId(0)))
-            uses = rows["last_use"].astype(np.int64)
-            found.append((first + slots, hashes_of(rows["key"].tolist()), uses))
-        if not found:
-            return
-        numbers, hashes, uses = (np.concatenate(column) for column in zip(*found, strict=True))
+            numbers[start:stop] = first + slots
+            uses[start:stop] = segment.entries["last_use"][slots]
+            hashes[start:stop] = hashes_of(segment.entries["key"][slots].tolist())
         self._owner.note_use(int(uses.max(initial=0)))
-        recent_first = np.argsort(uses, kind="stable")[::-1]
+        recent_first = np.argsort(uses)[::-1]
         numbers, hashes = numbers[recent_first], hashes[recent_first]
         is_kept = self._withdraw_twins(numbers, hashes)
         numbers, hashes = numbers[is_kept], hashes[is_kept]
@@ -140,10 +142,12 @@ class RowStore:
         """Of a key named twice the more recent place counts: an eviction may not have reached the
         header before a crash, and both places then hold the same row.  Which rows are kept."""
         is_kept = np.ones(len(numbers), np.bool_)
-        is_alone = np.zeros(len(numbers), np.bool_)
-        is_alone[np.unique(hashes, return_index=True)[1]] = True
+        in_order = np.sort(hashes)
+        of_several = in_order[1:][in_order[1:] == in_order[:-1]]
+        if not len(of_several):
+            return is_kept
         seen: set[bytes] = set()
-        for position in np.flatnonzero(np.isin(hashes, hashes[~is_alone])).tolist():
+        for position in np.flatnonzero(np.isin(hashes, of_several)).tolist():
             place = self._index.place(int(numbers[position]))
             key = self.pool.key(*place)
             if key in seen:

@@ -22,7 +22,6 @@ from storage.device import (
     PARTIAL_SUFFIX,
     Device,
     Scratch,
-    aligned_buffer,
     read_fully,
     reserve,
     write_fully,
@@ -39,7 +38,7 @@ _scratch = Scratch()  # for parts of headers
 
 def segment_path(directory: Path, segment: SegmentId) -> Path:
     """Where zarr looks for shard (`segment`, 0) of the array in `directory`."""
-    return directory / "c" / str(segment) / "0"
+    return directory / f"c/{segment}/0"
 
 
 def partial_path(directory: Path, segment: SegmentId) -> Path:
@@ -61,6 +60,7 @@ class Segment:
         geometry: SegmentGeometry,
         namespace: bytes,
         fd: int,
+        entries: header.Entries,
         *,
         direct: bool,
         codec: RowCodec | None = None,
@@ -68,8 +68,8 @@ class Segment:
         self.id = segment
         self.path = path
         self.geometry = geometry
-        self.entries = header.new_entries(geometry)
-        """Its table, in memory: changed in place, or by `open`."""
+        self.entries = entries
+        """Its table, in memory: changed in place."""
         self.version = 0
         """Of the table in memory; every change that must reach the disk raises it."""
         self._named_on_disk = np.zeros(geometry.slots_per_segment, np.bool_)
@@ -77,7 +77,7 @@ class Segment:
         self.recency_changed = False
         self.user_count = 0
         """Threads that will do I/O on it; see `SegmentPool.using`."""
-        self._free = [SlotId(i) for i in range(geometry.slots_per_segment)]  # a heap
+        self._free: list[SlotId] = []  # a heap
         self._namespace = namespace
         self._device = device
         self._fd = fd
@@ -114,7 +114,11 @@ class Segment:
         try:
             fd = device.open(partial, create=True, direct=direct)
             reserve(device, fd, geometry.segment_bytes)
-            made = cls(device, path, segment, geometry, namespace, fd, direct=direct, codec=codec)
+            entries = header.new_entries(geometry)
+            made = cls(
+                device, path, segment, geometry, namespace, fd, entries, direct=direct, codec=codec
+            )
+            made._free_unnamed()
             made._write_blank_header()
             device.rename(partial, path)
         except BaseException:
@@ -153,16 +157,19 @@ class Segment:
         size = device.stat(path).size_bytes
         fd = device.open(path, direct=direct)
         try:
-            opened = cls(device, path, segment, geometry, namespace, fd, direct=direct, codec=codec)
-            raw = aligned_buffer(geometry.header_bytes)
-            with contextlib.suppress(CorruptRecord):  # a short header reads as zeros from there on
+            raw = _scratch.take(geometry.header_bytes)
+            if size < geometry.header_bytes:
+                raw[:] = bytes(len(raw))  # a short header reads as zeros from its end on
+            with contextlib.suppress(CorruptRecord):
                 read_fully(device, fd, [raw], 0, str(path))
-            decoded = header.decode_header(geometry, bytes(raw), namespace)
-            opened.entries = decoded.entries
+            decoded = header.decode_header(geometry, raw, namespace)
+            entries, whole = decoded.entries, decoded.whole
+            opened = cls(
+                device, path, segment, geometry, namespace, fd, entries, direct=direct, codec=codec
+            )
             opened._generation = decoded.generation
-            whole = decoded.whole
             if whole:
-                opened._index_hash = hash(header.encode_index(geometry, decoded.entries))
+                opened._index_hash = hash(bytes(raw[: geometry.table_offset(0)]))
             if size < geometry.segment_bytes:
                 whole = False
                 for slot in opened._named_slots():
@@ -177,11 +184,14 @@ class Segment:
                 device.close(fd)
             raise
         opened._named_on_disk = opened._named()
-        opened._free = [SlotId(int(i)) for i in np.flatnonzero(~opened._named_on_disk)]
+        opened._free_unnamed()
         opened.version = 0 if whole else 1
         return opened
 
     # -- table and free slots, under the owner's lock -------------------------------------------
+
+    def _free_unnamed(self) -> None:
+        self._free = [SlotId(slot) for slot in np.flatnonzero(~self._named()).tolist()]
 
     @property
     def free_count(self) -> int:

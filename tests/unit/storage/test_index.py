@@ -99,4 +99,5 @@ def test_any_history_matches_a_dict(
 def test_hashes_of_many_are_those_of_each() -> None:
     keys = [b"", b"a", b"a\0", bytes(range(72)), b"b" * 36]
     padded = [key.ljust(MAX_KEY_BYTES, b"\0") for key in keys]
-    assert hashes_of(padded).tolist() == [index_module.hash_of(key) for key in keys]
+    low = hashes_of(padded) & np.uint64(2**32 - 1)
+    assert low.tolist() == [index_module.hash_of(key) for key in keys]
