@@ -479,10 +479,15 @@ class RowStore:
 
         The rows are those of the class that were used longest ago, unless segments of other
         classes hold rows that are colder by far: then those give way to a segment of this class.
+        That is asked when a class has no row to give, and whenever it gave as many as a segment
+        holds: asking looks at every segment.
         """
         with self._owner.lock:
-            if not self._is_asking_due(size_class):
-                return self._evict_rows(part, size_class, count)
+            is_due = self._evicted[size_class] >= size_class.slots_per_segment
+            if len(self._policies) == 1 or not is_due:
+                places = self._evict_rows(part, size_class, count)
+                if places or len(self._policies) == 1:
+                    return places
         self.pool.replace(size_class, lambda needed: self._give_up(part, size_class, needed))
         with self._owner.lock:
             self._evicted[size_class] = 0
@@ -508,14 +513,6 @@ class RowStore:
         return self._index.place_is_pinned(place) or self._key(number) in part.job.key_set
 
     # -- size classes, under the lock -----------------------------------------------------------
-
-    def _is_asking_due(self, size_class: SegmentGeometry) -> bool:
-        """Whether to ask for colder segments of other classes: when a class has no row, and again
-        after it gave up as many as a segment holds, since asking looks at every segment."""
-        if len(self._policies) == 1:
-            return False
-        due = self._evicted[size_class] >= size_class.slots_per_segment
-        return due or not len(self._policies[size_class])
 
     def _give_up(
         self, part: Part, size_class: SegmentGeometry, needed_bytes: int
