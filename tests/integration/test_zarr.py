@@ -1,4 +1,5 @@
-"""The store is a Zarr v3 hierarchy: zarr-python reads every row, and checks every checksum."""
+"""The store is a Zarr v3 hierarchy: zarr-python and tensorstore read every row, and zarr-python
+checks every checksum."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 import zarr
 
+from storage.codec import CODEC_NAMES, NO_CODEC
 from storage.namespace import Identity
 from storage.segment import segment_path
 from storage.testing.contract import StoreHarness
+from storage.testing.mixed import MixedHarness, keys_of, mixed_row_of
 from storage.testing.rows import key_of, row_of
 from storage.types import RowKey, SegmentId
 from tests.integration.zarr_reading import assert_zarr_equals_store
@@ -51,6 +54,35 @@ def test_zarr_reads_every_row_of_a_random_history(harness: StoreHarness, seed: i
         assert_rows(harness, keys_now)
         harness.open()
         assert harness.keys() == keys_now
+
+
+@pytest.mark.parametrize("codec", [name for name in CODEC_NAMES if name != NO_CODEC])
+@pytest.mark.parametrize("seed", range(4))
+def test_zarr_reads_every_row_of_a_random_history_under_a_codec(
+    memory_path: Path, codec: str, seed: int
+) -> None:
+    """Rows of every size class and raw ones, while classes take segments from each other."""
+    rng = random.Random(seed)
+    harness = MixedHarness(memory_path / "root", codec, segments=8)
+    classes = set()
+    for turn in range(4):
+        kinds = rng.sample(range(4), 2)
+        for _ in range(rng.randrange(5, 25)):
+            keys = keys_of(rng.choice(kinds), 30, 100 * rng.randrange(5))
+            harness.write(rng.sample(keys, rng.randint(1, 6)))
+            harness.rows.remove(rng.sample(keys, rng.randint(0, 2)))
+            harness.read(rng.sample(keys, 3))
+            classes |= harness.segments_by_class.keys()
+        keys_now = harness.keys()
+        harness.close()
+        rows = assert_zarr_equals_store(harness.options.root, harness.identity)
+        assert rows.keys() == keys_now, f"seed {seed} turn {turn}"
+        for key, row in rows.items():
+            assert row.tobytes() == mixed_row_of(key)
+        harness.open()
+        assert harness.keys() == keys_now
+    assert len(classes) >= 3
+    harness.close()
 
 
 def test_zarr_reads_a_row_at_its_location_while_the_store_is_open(harness: StoreHarness) -> None:
