@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import signal
 import time
 import zlib
 from collections import Counter
@@ -55,6 +56,7 @@ class EngineShape:
     device_blocks: int = 256
     region_bytes: int = 64 << 20
     dedup: bool = True
+    """False: every rank's pages stand in the row, as if nothing were known of replicas."""
 
     @property
     def layout(self) -> RowLayout:
@@ -76,7 +78,8 @@ def chunk_key(prefix: str, index: int) -> RowKey:
 def page(key: bytes, layer: int, shard: int, block: int, page_bytes: int) -> Bytes:
     """What a rank with `shard` of `layer` would have computed for a block: uint8[page_bytes]."""
     seed = zlib.crc32(key + bytes((layer, shard, block)))
-    return np.random.Generator(np.random.SFC64(seed)).integers(0, 256, page_bytes, np.uint8)
+    words = np.random.SFC64(seed).random_raw(-(-page_bytes // 8))
+    return words.view(np.uint8)[:page_bytes]
 
 
 # -- one rank ----------------------------------------------------------------
@@ -130,11 +133,12 @@ class _Rank:
 
     def check(self, blocks: RankBlocks) -> int:
         """Bytes that are not what was computed."""
-        return sum(int((found != expected).sum()) for found, expected in self._pages(blocks))
+        return sum(int(np.count_nonzero(a != b)) for a, b in self._pages(blocks))
 
     def wipe(self, blocks: RankBlocks) -> int:
         for tensor in self.tensors:
-            tensor[list(blocks.block_ids)] = -1
+            for block_id in blocks.block_ids:
+                tensor[block_id].fill_(-1)
         return 0
 
     def _run(self, blocks: RankBlocks) -> BlockRun:
@@ -152,6 +156,7 @@ def _next_command(connection: Connection) -> Any:
 
 
 def _rank_main(shape: EngineShape, engine_id: str, rank: int, connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the engine, which ends its ranks
     torch.set_num_threads(1)
     try:
         worker = _Rank(shape, engine_id, rank)

@@ -1,0 +1,150 @@
+"""The work of four models on a full disk, scaled down: the same rows, fewer of them, less disk.
+
+What is scaled is counts alone: the size of the disk, the number of chunks and of a segment's rows.
+A row has the bytes that the model's row really has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.demo.small_disk import disk_space
+from scripts.presets import load_preset
+from scripts.simulated_engine import EngineShape, Served, SimulatedEngine, chunk_key
+from storage.options import StoreOptions
+from storage.service.messages import Usage
+from storage.space import DiskState
+from storage.types import RowKey
+
+DISK_BYTES = 177_000_000_000  # of the machine on which the models were measured
+SEGMENT_BYTES = 1 << 30  # of a store as large as that
+SCALE = 196  # 3,915 chunks, the fewest of a model, are 20 then, to 0.2 %
+TOKENS_PER_REQUEST = 512
+_BUDGET_TIMES_DISK = 10  # so that the file system, not the budget, is what limits
+_ORDER_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One model, and the chunks of one block that its requests stored in full size."""
+
+    preset: str
+    chunks: int
+    origin: str
+    """The measured size on disk that `chunks` follows from."""
+
+
+WORKS = (
+    # Not measured: chosen so that it shows the same.
+    Work("deepseek-v2-lite", 300_173, "150 GB with dedup"),
+    Work("deepseek-v4-flash", 3_915, "157 GB without dedup"),
+    Work("glm-5.3", 25_686, "103 GB with dedup"),
+    Work("deepseek-v3.2-exp", 43_152, "149 GB with dedup"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkResult:
+    """What became of one model's work on one disk, in bytes as they stood on the small disk."""
+
+    model: str
+    tp: int
+    dedup: bool
+    row_bytes: int
+    chunks: int
+    disk_bytes: int
+    used_bytes: int
+    """Allocated on the file system after the second pass, as `df` counts."""
+    state: str
+    state_reason: str
+    state_changes: int
+    """Between growing and full, over both passes."""
+    hit_rate: float
+    """Chunks that the second pass read from disk, of all that it asked for."""
+    wrong_bytes: int
+    """Of all bytes loaded, on every rank."""
+    errors: int
+    """Reads and writes that failed, and rows that failed their checksum."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the rows of all chunks weigh."""
+        return self.chunks * self.row_bytes
+
+
+def run_work(work: Work, disk: Path, scale: float, *, dedup: bool) -> WorkResult:
+    """Serve the work twice, the second time with an engine whose region is empty.
+
+    `disk` is an empty file system.  Requests come in another order each time, as those of many
+    clients do; and an LRU asked in the order in which it was filled would find nothing.
+    """
+    preset = load_preset(work.preset)
+    (tp,) = preset.tp
+    chunks_per_request = TOKENS_PER_REQUEST // preset.tokens_per_block
+    layers = tuple(preset.facts(tp))
+    shape = EngineShape(layers, tp=tp, device_blocks=2 * chunks_per_request, dedup=dedup)
+    row_bytes = shape.layout.row_bytes
+    region_bytes = 2 * chunks_per_request * row_bytes
+    shape = EngineShape(layers, tp, 1, 2 * chunks_per_request, region_bytes, dedup)
+    options = StoreOptions(
+        root=disk / "store",
+        budget_bytes=_BUDGET_TIMES_DISK * disk_space(disk).size_bytes,
+        segment_bytes=int(SEGMENT_BYTES / scale),
+        reserve_bytes=0,
+    )
+    keys = [chunk_key(preset.model, index) for index in range(round(work.chunks / scale))]
+    requests = [keys[i : i + chunks_per_request] for i in range(0, len(keys), chunks_per_request)]
+    rng = random.Random(_ORDER_SEED)
+    passes = []
+    for _ in range(2):
+        rng.shuffle(requests)
+        passes.append(_serve(shape, options, requests))
+    space = disk_space(disk)
+    last = passes[-1]
+    return WorkResult(
+        preset.model,
+        tp,
+        dedup,
+        row_bytes,
+        len(keys),
+        space.size_bytes,
+        space.used_bytes,
+        last.usage.state,
+        last.usage.state_reason,
+        sum(each.state_changes for each in passes),
+        last.served.chunks["disk"] / len(keys),
+        sum(each.served.wrong_bytes for each in passes),
+        sum(each.errors for each in passes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    served: Served
+    usage: Usage
+    state_changes: int
+
+    @property
+    def errors(self) -> int:
+        usage = self.usage
+        return usage.writes_failed + usage.reads_failed + usage.rows_corrupt
+
+
+def _serve(
+    shape: EngineShape, options: StoreOptions, requests: Sequence[Sequence[RowKey]]
+) -> _Pass:
+    served = Served(Counter())
+    state, changes = DiskState.GROWING.value, 0
+    # Ranks are forked: this process has no other threads, and an interpreter each takes seconds.
+    with SimulatedEngine(shape, options, start_method="fork") as engine:
+        assert engine.client is not None
+        for keys in requests:
+            engine.serve(keys, served)
+            engine.drain()  # so that the region never declines a chunk for want of a slot
+            changes += engine.client.usage.state != state
+            state = engine.client.usage.state
+        return _Pass(served, engine.client.usage, changes)
