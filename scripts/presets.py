@@ -50,7 +50,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     tp: tuple[int, ...]
     """The TP sizes that it is usually served with."""
-    tokens_per_block: int
+    tokens_per_block: int | None
+    """None where it is not established."""
     layers: tuple[LayerKind, ...]
     note: str
     """Where the figures come from, for people."""
@@ -87,7 +88,7 @@ def read_preset(path: Path) -> Preset:
         raise PresetError(f"{path}: {exc.strerror}") from exc
     except msgspec.DecodeError as exc:
         raise PresetError(f"{path}: {exc}") from exc
-    numbers = [preset.tokens_per_block, *preset.tp]
+    numbers = [*preset.tp, 1 if preset.tokens_per_block is None else preset.tokens_per_block]
     for kind in preset.layers:
         numbers += [kind.count, kind.page_bytes, kind.max_tp_shards or 1]
     if not preset.layers or not preset.tp or min(numbers) < 1:

@@ -39,8 +39,8 @@ class RowSize:
     """Per kind of layer: ranks that hold the same."""
     kv_tp_replicas: int
     replicated_layout: bool
-    tokens_per_gb: int
-    """Tokens that 10^9 bytes hold, with dedup."""
+    tokens_per_gb: int | None
+    """Tokens that 10^9 bytes hold, with dedup; None where the tokens of a block are not known."""
 
     @property
     def factor(self) -> float:
@@ -54,6 +54,7 @@ def row_size(preset: Preset, tp: int, blocks_per_chunk: int) -> RowSize:
     layout = RowLayout.of(facts, parallel, blocks_per_chunk)
     kinds = [kind.kind for kind in preset.layers for _ in range(kind.count)]
     replicas = {k: row.replicas for k, row in zip(kinds, layout.layers, strict=True)}
+    tokens = preset.tokens_per_block
     return RowSize(
         preset.model,
         tp,
@@ -64,7 +65,7 @@ def row_size(preset: Preset, tp: int, blocks_per_chunk: int) -> RowSize:
         replicas,
         kv_tp_replicas(facts, parallel),
         replicated_layout(facts, parallel),
-        preset.tokens_per_block * blocks_per_chunk * 10**9 // layout.row_bytes,
+        tokens * blocks_per_chunk * 10**9 // layout.row_bytes if tokens else None,
     )
 
 
@@ -163,7 +164,7 @@ def _table(sizes: list[RowSize]) -> Table:
             ", ".join(f"{kind} {count}" for kind, count in size.replicas.items()),
             str(size.kv_tp_replicas),
             "yes" if size.replicated_layout else "no",
-            f"{size.tokens_per_gb:,}",
+            "?" if size.tokens_per_gb is None else f"{size.tokens_per_gb:,}",
         )
     return table
 

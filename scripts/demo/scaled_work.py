@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.demo.small_disk import disk_space
@@ -23,7 +23,6 @@ from storage.types import RowKey
 DISK_BYTES = 177_000_000_000  # of the machine on which the models were measured
 SEGMENT_BYTES = 1 << 30  # of a store as large as that
 SCALE = 196  # 3,915 chunks, the fewest of a model, are 20 then, to 0.2 %
-TOKENS_PER_REQUEST = 512
 _BUDGET_TIMES_DISK = 10  # so that the file system, not the budget, is what limits
 _ORDER_SEED = 1
 
@@ -36,14 +35,16 @@ class Work:
     chunks: int
     origin: str
     """The measured size on disk that `chunks` follows from."""
+    chunks_per_request: int
+    """As many as make a request of a size that a small region holds."""
 
 
 WORKS = (
     # Not measured: chosen so that it shows the same.
-    Work("deepseek-v2-lite", 300_173, "150 GB with dedup"),
-    Work("deepseek-v4-flash", 3_915, "157 GB without dedup"),
-    Work("glm-5.3", 25_686, "103 GB with dedup"),
-    Work("deepseek-v3.2-exp", 43_152, "149 GB with dedup"),
+    Work("deepseek-v2-lite", 300_173, "150 GB with dedup", 32),
+    Work("deepseek-v4-flash", 3_915, "157 GB without dedup", 2),
+    Work("glm-5.3", 25_686, "103 GB with dedup", 8),
+    Work("deepseek-v3.2-exp", 43_152, "149 GB with dedup", 8),
 )
 
 
@@ -84,12 +85,10 @@ def run_work(work: Work, disk: Path, scale: float, *, dedup: bool) -> WorkResult
     """
     preset = load_preset(work.preset)
     (tp,) = preset.tp
-    chunks_per_request = TOKENS_PER_REQUEST // preset.tokens_per_block
-    layers = tuple(preset.facts(tp))
-    shape = EngineShape(layers, tp=tp, device_blocks=2 * chunks_per_request, dedup=dedup)
+    per_request = work.chunks_per_request
+    shape = EngineShape(tuple(preset.facts(tp)), tp=tp, device_blocks=2 * per_request, dedup=dedup)
     row_bytes = shape.layout.row_bytes
-    region_bytes = 2 * chunks_per_request * row_bytes
-    shape = EngineShape(layers, tp, 1, 2 * chunks_per_request, region_bytes, dedup)
+    shape = replace(shape, region_bytes=2 * per_request * row_bytes)
     options = StoreOptions(
         root=disk / "store",
         budget_bytes=_BUDGET_TIMES_DISK * disk_space(disk).size_bytes,
@@ -97,7 +96,7 @@ def run_work(work: Work, disk: Path, scale: float, *, dedup: bool) -> WorkResult
         reserve_bytes=0,
     )
     keys = [chunk_key(preset.model, index) for index in range(round(work.chunks / scale))]
-    requests = [keys[i : i + chunks_per_request] for i in range(0, len(keys), chunks_per_request)]
+    requests = [keys[i : i + per_request] for i in range(0, len(keys), per_request)]
     rng = random.Random(_ORDER_SEED)
     passes = []
     for _ in range(2):

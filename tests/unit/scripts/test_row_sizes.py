@@ -47,6 +47,12 @@ def test_partial_dedup_of_kv_heads_and_of_a_draft_layer() -> None:
     assert draft.row_bytes == 60 * 18432 + 8 * 8192  # one copy of the 60, although the gcd is 1
 
 
+def test_tokens_per_gb() -> None:
+    sizes = by_model()
+    assert sizes["DeepSeek-V2-Lite", 2].tokens_per_gb == 16 * 10**9 // 499_712
+    assert sizes["DeepSeek-V4-Flash", 8].tokens_per_gb is None  # nobody knows which block it was
+
+
 def test_a_rank_with_several_kv_heads_has_larger_pages() -> None:
     preset = load_preset("gqa-70b")
     rows = {tp: row_size(preset, tp, 1) for tp in (1, 2, 4, 8, 16, 32)}
@@ -74,6 +80,7 @@ VALID: dict[str, Any] = {
         ({"tp": []}, "a TP size"),
         ({"tp": [0]}, "above 0"),
         ({"tokens_per_block": "16"}, "tokens_per_block"),
+        ({"tokens_per_block": 0}, "above 0"),
         ({"measured_worker_bytes": 4095}, "add up to 4096 bytes at TP 2, got 4095"),
         ({"tp": [3], "layers": [{**VALID["layers"][0], "max_tp_shards": 2}]}, "multiple of 2"),
     ],
