@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -19,54 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.presets import LayerKind, Preset, load_preset, preset_names
 from storage.errors import ConfigError, StorageError
-from tiering.rows import RowLayout
-from tiering.topology import Parallelism, kv_tp_replicas, replicated_layout
-
-
-@dataclass(frozen=True, slots=True)
-class RowSize:
-    """One line of the table.  Sizes in bytes."""
-
-    model: str
-    tp: int
-    worker_bytes_per_block: int
-    blocks_per_chunk: int
-    row_bytes_without_dedup: int
-    row_bytes: int
-    replicas: dict[str, int]
-    """Per kind of layer: ranks that hold the same."""
-    kv_tp_replicas: int
-    replicated_layout: bool
-    tokens_per_gb: int | None
-    """Tokens that 10^9 bytes hold, with dedup; None where the tokens of a block are not known."""
-
-    @property
-    def factor(self) -> float:
-        return self.row_bytes_without_dedup / self.row_bytes
-
-
-def row_size(preset: Preset, tp: int, blocks_per_chunk: int) -> RowSize:
-    """Raises `ConfigError` if the model's shards can't be spread evenly over `tp` ranks."""
-    parallel = Parallelism(tp=tp, world_size=tp)
-    facts = preset.facts(tp)
-    layout = RowLayout.of(facts, parallel, blocks_per_chunk)
-    kinds = [kind.kind for kind in preset.layers for _ in range(kind.count)]
-    replicas = {k: row.replicas for k, row in zip(kinds, layout.layers, strict=True)}
-    tokens = preset.tokens_per_block
-    return RowSize(
-        preset.model,
-        tp,
-        sum(layer.page_bytes for layer in facts),
-        blocks_per_chunk,
-        layout.row_bytes_without_dedup,
-        layout.row_bytes,
-        replicas,
-        kv_tp_replicas(facts, parallel),
-        replicated_layout(facts, parallel),
-        tokens * blocks_per_chunk * 10**9 // layout.row_bytes if tokens else None,
-    )
+from tiering.planning import RowSize, row_size
+from tiering.presets import load_preset, own_model, preset_names
 
 
 def preset_sizes(blocks_per_chunk: int = 1) -> Iterator[RowSize]:
@@ -124,15 +78,6 @@ def run(
         typer.echo(msgspec.json.format(msgspec.json.encode(plain), indent=2).decode())
     else:
         Console(width=160).print(_table(sizes))
-
-
-def own_model(worker_bytes: int, tp: int, max_tp_shards: int, tokens_per_block: int) -> Preset:
-    """A model of which only the bytes of a block on one of `tp` ranks are known."""
-    shards_held = max(1, max_tp_shards // tp)
-    if worker_bytes % shards_held:
-        raise ConfigError("--worker-bytes", f"a multiple of {shards_held} shards", worker_bytes)
-    layers = (LayerKind("all layers", 1, worker_bytes // shards_held, max_tp_shards),)
-    return Preset("your own", (tp,), tokens_per_block, layers, note="")
 
 
 def _plain(size: RowSize) -> dict[str, Any]:

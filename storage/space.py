@@ -22,10 +22,18 @@ SEGMENT_OVERHEAD_BYTES = 32 << 10
 NAMESPACE_OVERHEAD_BYTES = 64 << 10
 ROOT_OVERHEAD_BYTES = 32 << 10  # the root's zarr.json and its successor
 
+_RESERVE_FRACTION = 100  # 1/100 of the file system stays free ...
+_RESERVE_BYTES_MAX = 1 << 30  # ... but no more than this
+
 DEGRADED_AFTER = 8  # consecutive failed reads or writes; a stray one is no finding
 
 _BACKOFF_S_MIN = 1.0
 _BACKOFF_S_MAX = 60.0
+
+
+def default_reserve(total_bytes: int) -> int:
+    """Free space to leave on a file system of that size, if nothing else is asked for."""
+    return min(total_bytes // _RESERVE_FRACTION, _RESERVE_BYTES_MAX)
 
 
 class DiskState(Enum):

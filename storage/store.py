@@ -50,14 +50,13 @@ from storage.space import (
     DiskState,
     Limit,
     Space,
+    default_reserve,
 )
 from storage.types import PAGE_BYTES
 
 log = logging.getLogger("kvtier.storage")
 
 _CLOSE_TIMEOUT_S = 30.0  # for I/O under way; longer than a slow disk needs for its queue
-_RESERVE_FRACTION = 100  # 1/100 of the file system stays free ...
-_RESERVE_BYTES_MAX = 1 << 30  # ... but no more than this
 
 
 class StoreUsage(NamedTuple):
@@ -111,8 +110,7 @@ class DiskStore:
         self.direct = supports_direct(device, options.root)
         reserve = options.reserve_bytes
         if reserve is None:
-            total = device.space(options.root).total_bytes
-            reserve = min(total // _RESERVE_FRACTION, _RESERVE_BYTES_MAX)
+            reserve = default_reserve(device.space(options.root).total_bytes)
         self.space = Space(options.budget_bytes, reserve, now, on_state=self._log_state)
         self._lock_fd = lock_fd
         self._stores: dict[str, RowStore] = {}

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.demo.small_disk import disk_space
-from scripts.presets import load_preset
 from scripts.simulated_engine import EngineShape, Served, SimulatedEngine, chunk_key
 from storage.options import StoreOptions
 from storage.service.messages import Usage
 from storage.space import DiskState
 from storage.types import RowKey
+from tiering.presets import load_preset
 
 DISK_BYTES = 177_000_000_000  # of the machine on which the models were measured
 SEGMENT_BYTES = 1 << 30  # of a store as large as that

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from storage.errors import StorageError
+from tiering.cli.plan import plan
 
 USAGE_ERROR = 2  # exit code of whatever was refused before anything was changed
 
@@ -41,6 +42,9 @@ def kvtier(
     ] = False,
 ) -> None:
     """See and steer a disk-tiered KV cache."""
+
+
+app.command()(plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

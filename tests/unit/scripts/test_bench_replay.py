@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.bench.belady import belady_hit_rate
 from scripts.bench.replay import replay
-from scripts.bench.traces import BadTrace, Trace, belady_hit_rate, read_traces
 from storage.types import RowKey
+from tiering.traces import BadTrace, Trace, read_traces
 
 ROOT = Path(__file__).resolve().parents[3]
 

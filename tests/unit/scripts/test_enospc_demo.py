@@ -14,8 +14,8 @@ from scripts.demo import enospc
 from scripts.demo.report import draw, plain, table
 from scripts.demo.scaled_work import DISK_BYTES, SCALE, WORKS, Work, WorkResult
 from scripts.demo.small_disk import DiskUnavailable, FileSystem, small_disk
-from scripts.presets import load_preset
-from scripts.row_sizes import row_size
+from tiering.planning import row_size
+from tiering.presets import load_preset
 
 GB = 10**9
 MEASURED_GB = {  # on a disk of 177 GB; None: it ran out of space

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.presets import PRESETS, PresetError, load_preset, preset_names, read_preset
-from scripts.row_sizes import RowSize, preset_sizes, row_size
+import tiering.presets
+from scripts.row_sizes import preset_sizes
+from tiering.planning import RowSize, row_size
+from tiering.presets import PRESETS, PresetError, load_preset, preset_names, read_preset
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -96,6 +99,13 @@ def test_a_preset_that_cannot_be_is_refused(
         read_preset(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_presets_are_shipped_with_the_package() -> None:
+    assert PRESETS.parent == Path(tiering.presets.__file__).parent
+    assert PRESETS.resolve() == ROOT / "configs" / "models"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-data"]["tiering"] == ["models/*.json"]
 
 
 def test_every_preset_says_where_its_figures_come_from() -> None:

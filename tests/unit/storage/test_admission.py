@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.bench.replay import replay
-from scripts.bench.traces import Trace
 from storage.admission import (
     ADMISSION,
     ALWAYS,
@@ -25,6 +24,7 @@ from storage.admission import (
     digest_of,
 )
 from storage.types import RowKey
+from tiering.traces import Trace
 
 Requests = list[list[int]]
 

@@ -13,7 +13,7 @@ import msgspec
 from storage.errors import ConfigError, StorageError
 from tiering.topology import LayerFacts
 
-PRESETS = Path(__file__).resolve().parents[1] / "configs" / "models"
+PRESETS = Path(__file__).parent / "models"  # a link to configs/models; files, once installed
 
 
 class PresetError(StorageError):
@@ -57,6 +57,9 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the figures come from, for people."""
     measured_worker_bytes: int | None = None
     """Bytes of one block on one rank as a running engine reported them, at every size in `tp`."""
+    groups: int = 1
+    """KV-cache groups of the engine, which take turns in the same memory: a chunk of tokens has at
+    most one row in each.  More than one where layers attend over unlike windows."""
 
     def facts(self, tp: int) -> list[LayerFacts]:
         """All layers, in the order of the row.  Raises `ConfigError` for uneven shards."""
@@ -88,7 +91,8 @@ def read_preset(path: Path) -> Preset:
         raise PresetError(f"{path}: {exc.strerror}") from exc
     except msgspec.DecodeError as exc:
         raise PresetError(f"{path}: {exc}") from exc
-    numbers = [*preset.tp, 1 if preset.tokens_per_block is None else preset.tokens_per_block]
+    numbers = [preset.groups, *preset.tp]
+    numbers.append(1 if preset.tokens_per_block is None else preset.tokens_per_block)
     for kind in preset.layers:
         numbers += [kind.count, kind.page_bytes, kind.max_tp_shards or 1]
     if not preset.layers or not preset.tp or min(numbers) < 1:
@@ -104,3 +108,15 @@ def read_preset(path: Path) -> Preset:
                 f"got {preset.measured_worker_bytes}"
             )
     return preset
+
+
+def own_model(worker_bytes: int, tp: int, max_tp_shards: int, tokens_per_block: int) -> Preset:
+    """A model of which only the bytes of a block on one of `tp` ranks are known.
+
+    Raises `ConfigError` if they are not those of whole shards.
+    """
+    shards_held = max(1, max_tp_shards // tp)
+    if worker_bytes % shards_held:
+        raise ConfigError("--worker-bytes", f"a multiple of {shards_held} shards", worker_bytes)
+    layers = (LayerKind("all layers", 1, worker_bytes // shards_held, max_tp_shards),)
+    return Preset("your own", (tp,), tokens_per_block, layers, note="")
