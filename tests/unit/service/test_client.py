@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,35 @@ def test_rows_come_back_into_other_slots_and_after_a_restart(
     assert len(again) == 8
     assert read_back(again, region, *range(8)) == [RowOutcome.OK] * 8
     again.close()
+
+
+def test_a_codec_is_the_store_process_s_affair(options: StoreOptions, region: FakeRegion) -> None:
+    """The setting and the size of a number reach it; its figures come back."""
+    identity = replace(IDENTITY, element_bytes=2)
+    coded = replace(options, codec="zstd", codec_always=True)
+    client = StoreClient(coded, identity, region.description)
+    client.connect(TIMEOUT_S)
+    soft = [content(number) & 0x0F for number in range(6)]
+    region.rows[:6] = soft
+    region.rows[6] = content(6)  # does not shrink
+    client.write([key(number) for number in range(7)], range(7))
+    assert wait(client)[0].outcomes == [RowOutcome.OK] * 7
+    region.rows[:] = 0
+    client.read([key(number) for number in range(7)], range(20, 27))
+    assert wait(client)[0].outcomes == [RowOutcome.OK] * 7
+    assert (region.rows[20:26] == soft).all()
+    assert (region.rows[26] == content(6)).all()
+    usage = client.usage
+    assert (usage.rows_encoded, usage.rows_raw) == (6, 1)
+    assert usage.bytes_before_codec == 6 * ROW_BYTES
+    assert 0 < usage.bytes_after_codec < 0.9 * usage.bytes_before_codec
+    assert usage.encode_seconds > 0
+    assert usage.decode_seconds > 0
+    client.close()
+    with DiskStore.open(coded) as store:
+        assert len(store.open_rows(identity, ROW_BYTES)) == 7
+    with DiskStore.open(options) as store:
+        assert len(store.open_rows(identity, ROW_BYTES)) == 0
 
 
 def test_the_replica_follows_evictions(client: StoreClient, region: FakeRegion) -> None:
