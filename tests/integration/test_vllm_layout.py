@@ -48,7 +48,7 @@ from tiering.topology import (
     kv_tp_replicas,
     replicated_layout,
 )
-from tiering.vllm.facts import EngineFacts, identity, parallelism, row_layers
+from tiering.vllm.facts import EngineFacts, _element_bytes, identity, parallelism, row_layers
 from tiering.vllm.spec import _refuse_disk_without_region
 from tiering.vllm.worker import CpuWorker, RegionView, with_row_layout
 
@@ -612,3 +612,14 @@ def test_replicated_layout_is_vllms_own(
     ours = list(facts.layers.values())
     assert kv_tp_replicas(ours, facts.parallel) == kv_cache_config.kv_tp_replicas
     assert replicated_layout(ours, facts.parallel) == theirs.replicated_layout
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "element_bytes"),
+    [("float32", 4), ("bfloat16", 2), ("float16", 2), ("half", 2), ("fp8", 1), ("fp8_e4m3", 1),
+     ("fp8_ds_mla", 1), ("int8", 1), ("no such dtype", 1)],
+)  # fmt: skip
+def test_the_size_of_a_number_follows_the_dtype_of_the_cache(
+    kv_cache_dtype: str, element_bytes: int
+) -> None:
+    assert _element_bytes(kv_cache_dtype) == element_bytes

@@ -23,7 +23,7 @@ from storage.codec import (
     RowCodec,
     raw_head,
 )
-from storage.codec_gate import PROBE_EVERY_ROWS, CodecGate, Verdict
+from storage.codec_gate import PROBE_EVERY_ROWS_MIN, CodecGate, Verdict
 from storage.errors import ConfigError
 from storage.header import FRAME_HEAD_BYTES, SegmentGeometry
 from storage.testing.rows import key_of, row_of, soft_row_of
@@ -176,9 +176,17 @@ def test_before_it_knows_enough_it_probes() -> None:
     assert gate.next_row() is Verdict.ENCODE
 
 
-def test_while_it_does_not_pay_one_row_in_many_is_a_probe() -> None:
-    gate = told(write=0.1, read=0.1)
-    verdicts = [gate.next_row() for _ in range(10 * (PROBE_EVERY_ROWS + 1))]
+@pytest.mark.parametrize(
+    ("gate", "every"),
+    [
+        (told(encode=0.5, decode=0.5, write=1, read=1), PROBE_EVERY_ROWS_MIN),
+        (told(encode=1.0, decode=1.0, write=1, read=1), 100),  # 2 of 2 + 100 * 1
+        (told(encode=8.0, decode=2.0, write=0.5, read=1), 1000),
+    ],
+)
+def test_while_it_does_not_pay_one_row_in_many_is_a_probe(gate: CodecGate, every: int) -> None:
+    assert gate.probe_every_rows == pytest.approx(every)
+    verdicts = [gate.next_row() for _ in range(10 * (every + 2))]
     assert verdicts.count(Verdict.PROBE) == 10
     assert set(verdicts) == {Verdict.PROBE, Verdict.RAW}
 
@@ -199,11 +207,11 @@ def test_rows_that_begin_to_shrink_are_noticed_by_probes() -> None:
     rows = 0
     while not gate.pays:
         rows += 1
-        assert rows < 300 * PROBE_EVERY_ROWS
+        assert rows < 300 * PROBE_EVERY_ROWS_MIN
         if gate.next_row() is Verdict.PROBE:
             gate.encoded(1000, 500, 1e-6)
             gate.decoded(1000, 0.5e-6)
-    assert rows > PROBE_EVERY_ROWS
+    assert rows > PROBE_EVERY_ROWS_MIN
 
 
 # -- the codec of a namespace ----------------------------------------------------------------
