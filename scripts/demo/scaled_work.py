@@ -7,7 +7,6 @@ A row has the bytes that the model's row really has.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from scripts.demo.small_disk import disk_space
 from scripts.simulated_engine import EngineShape, Served, SimulatedEngine, chunk_key
 from storage.options import StoreOptions
 from storage.service.messages import Usage
-from storage.space import DiskState
 from storage.types import RowKey
 from tiering.presets import load_preset
 
@@ -63,7 +61,7 @@ class WorkResult:
     state: str
     state_reason: str
     state_changes: int
-    """Between growing and full, over both passes."""
+    """As the store counts them, over both passes."""
     hit_rate: float
     """Chunks that the second pass read from disk, of all that it asked for."""
     wrong_bytes: int
@@ -125,7 +123,10 @@ def run_work(work: Work, disk: Path, scale: float, *, dedup: bool) -> WorkResult
 class _Pass:
     served: Served
     usage: Usage
-    state_changes: int
+
+    @property
+    def state_changes(self) -> int:
+        return sum(self.usage.state_changes.values())
 
     @property
     def errors(self) -> int:
@@ -136,14 +137,11 @@ class _Pass:
 def _serve(
     shape: EngineShape, options: StoreOptions, requests: Sequence[Sequence[RowKey]]
 ) -> _Pass:
-    served = Served(Counter())
-    state, changes = DiskState.GROWING.value, 0
+    served = Served()
     # Ranks are forked: this process has no other threads, and an interpreter each takes seconds.
     with SimulatedEngine(shape, options, start_method="fork") as engine:
         assert engine.client is not None
         for keys in requests:
             engine.serve(keys, served)
             engine.drain()  # so that the region never declines a chunk for want of a slot
-            changes += engine.client.usage.state != state
-            state = engine.client.usage.state
-        return _Pass(served, engine.client.usage, changes)
+        return _Pass(served, engine.client.usage)
