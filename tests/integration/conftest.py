@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 
 from scripts.make_model import ensure_model
 from scripts.models import MODELS
-from scripts.serving import Completion, ServeConfig, VllmServer
+from scripts.serving import Completion, Metrics, ServeConfig, VllmServer
+from tests.integration.processes import serves, store_processes
 
 ANSWER_TOKENS = 16
+DRAIN_TIMEOUT_S = 30.0
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
@@ -39,11 +43,16 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     started: list[VllmServer] = []
 
     def start(
-        model: str, config: Mapping[str, Any] | None, *, tp: int = 1, wait: bool = True
+        model: str,
+        config: Mapping[str, Any] | None,
+        *,
+        tp: int = 1,
+        kv_cache_bytes: int = 64 << 20,
+        wait: bool = True,
     ) -> VllmServer:
         ensure_model(model)
         log = tmp_path / f"serve-{len(started)}.log"
-        serve = ServeConfig(MODELS[model], config, tensor_parallel=tp, kv_cache_bytes=64 << 20)
+        serve = ServeConfig(MODELS[model], config, tp, kv_cache_bytes, seqs_max=32)
         server = VllmServer(serve, log)
         started.append(server)
         return server.start() if wait else server
@@ -62,6 +71,12 @@ def byte_prompts(count: int, tokens: int = 900) -> list[str]:
     ]
 
 
+def short_prompts(count: int, tokens: int) -> list[str]:
+    """Prompts of `tokens` random one-byte tokens."""
+    letters = random.Random(20261129)
+    return ["".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=tokens)) for _ in range(count)]
+
+
 def answers(server: VllmServer, prompts: Sequence[str]) -> list[tuple[int, ...]]:
     """The greedy tokens of each prompt."""
     return [_complete(server, prompt).token_ids for prompt in prompts]
@@ -69,3 +84,29 @@ def answers(server: VllmServer, prompts: Sequence[str]) -> list[tuple[int, ...]]
 
 def _complete(server: VllmServer, prompt: str) -> Completion:
     return server.complete(prompt, ANSWER_TOKENS, ignore_eos=True)
+
+
+def settled(server: VllmServer) -> Metrics:
+    """Metrics once every chunk that was stored is on disk."""
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while True:
+        metrics = server.metrics()
+        stored = metrics.value("kvtier:chunks_stored_total")
+        written = metrics.value("kvtier:rows_written_total")
+        if written >= stored or time.monotonic() > deadline:
+            assert written == stored, "not every stored chunk reached the disk"
+            return metrics
+        server.complete("zz", 2, ignore_eos=True)  # metrics move with the engine's steps
+        time.sleep(0.2)
+
+
+def tokens_from(metrics: Metrics, source: str) -> float:
+    """Prompt tokens that came from "device", "host" or "disk"."""
+    return metrics.value("vllm:prompt_tokens_cached_by_source_total", source=source)
+
+
+def await_store_gone(root: Path) -> None:
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while any(serves(process, root) for process in store_processes()):
+        assert time.monotonic() < deadline, "a store process outlived its engine"
+        time.sleep(0.1)

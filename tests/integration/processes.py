@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 
 
@@ -13,3 +15,11 @@ def store_processes() -> list[psutil.Process]:
         if is_store and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
+
+
+def serves(process: psutil.Process, root: Path) -> bool:
+    """Whether a store process has files below `root` open."""
+    try:
+        return any(file.path.startswith(str(root)) for file in process.open_files())
+    except psutil.Error:
+        return False

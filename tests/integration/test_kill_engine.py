@@ -18,7 +18,7 @@ import pytest
 
 from storage.namespace import METADATA, ROWS
 from storage.testing.rows import bytes_on_disk
-from tests.integration.processes import store_processes
+from tests.integration.processes import serves, store_processes
 
 ROUNDS = 60  # with the 200 of test_kill_store; each also opens, serves and checks
 BUDGET_BYTES = 3_000_000  # rows are evicted all the time
@@ -128,13 +128,6 @@ def _regions(pid: int) -> list[str]:
 
 def _await_no_store_process(root: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while any(_serves(process, root) for process in store_processes()):
+    while any(serves(process, root) for process in store_processes()):
         assert time.monotonic() < deadline, "a store process outlived its engine"
         time.sleep(0.05)
-
-
-def _serves(process: psutil.Process, root: Path) -> bool:
-    try:
-        return any(file.path.startswith(str(root)) for file in process.open_files())
-    except psutil.Error:
-        return False

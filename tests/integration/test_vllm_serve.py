@@ -11,50 +11,26 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.serve_demo import rows_on_disk
-from scripts.serving import Metrics, ServeError, VllmServer
+from scripts.serving import ServeError, VllmServer
 from storage.header import SegmentGeometry
 from storage.namespace import read_geometry
 from storage.testing.rows import bytes_on_disk
 from tests.integration.conftest import (
+    DRAIN_TIMEOUT_S,
     StartServer,
     answers,
+    await_store_gone,
     byte_prompts,
     needs_vllm,
+    settled,
+    tokens_from,
     transfer_config,
 )
-from tests.integration.processes import store_processes
 from tests.integration.zarr_reading import assert_zarr_equals_store
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
 PROMPTS = byte_prompts(4)
-DRAIN_TIMEOUT_S = 30.0
-
-
-def _settled(server: VllmServer) -> Metrics:
-    """Metrics once every chunk that was stored is on disk."""
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while True:
-        metrics = server.metrics()
-        stored = metrics.value("kvtier:chunks_stored_total")
-        written = metrics.value("kvtier:rows_written_total")
-        if written >= stored or time.monotonic() > deadline:
-            assert written == stored, "not every stored chunk reached the disk"
-            return metrics
-        server.complete("zz", 2, ignore_eos=True)  # metrics move with the engine's steps
-        time.sleep(0.2)
-
-
-def _disk_tokens(metrics: Metrics) -> float:
-    return metrics.value("vllm:prompt_tokens_cached_by_source_total", source="disk")
-
-
-def _await_store_processes_gone() -> None:
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while store_processes():
-        assert time.monotonic() < deadline, f"left running: {store_processes()}"
-        time.sleep(0.1)
 
 
 def test_cold_restarted_warm_then_zarr_then_corrupt(
@@ -62,41 +38,42 @@ def test_cold_restarted_warm_then_zarr_then_corrupt(
 ) -> None:
     """One store through its life.  Each part needs the one before, and a start costs half a minute.
 
+    restarted: at TP 2, where each rank takes its own KV head out of rows that one rank wrote.
     zarr: what vLLM wrote is read by zarr-python, every row, byte for byte.
     """
     root = tmp_path / "store"
     config = transfer_config(root)
     server = start_server("tiny-llama", config)
     cold = answers(server, PROMPTS)
-    metrics = _settled(server)
-    assert _disk_tokens(metrics) == 0
+    metrics = settled(server)
+    assert tokens_from(metrics, "disk") == 0
     assert metrics.value("kvtier:disk_budget_bytes") == 256_000_000
     assert 0 < bytes_on_disk(root) <= metrics.value("kvtier:disk_used_bytes") <= 256_000_000
     rows = int(metrics.value("kvtier:disk_rows"))
     assert rows > 0
     server.stop()
-    _await_store_processes_gone()
+    await_store_gone(root)
 
     assert len(assert_zarr_equals_store(root, _namespace(root))) == rows
 
-    server = start_server("tiny-llama", config)
+    server = start_server("tiny-llama", config, tp=2)
     assert answers(server, PROMPTS) == cold
-    metrics = _settled(server)
-    assert _disk_tokens(metrics) >= 0.95 * sum(len(prompt) for prompt in PROMPTS)
+    metrics = settled(server)
+    assert tokens_from(metrics, "disk") >= 0.95 * sum(len(prompt) for prompt in PROMPTS)
     hits = metrics.value("kvtier:chunk_hits_total", tier="disk")
     assert metrics.value("kvtier:rows_read_total", outcome="ok") == hits
     row_bytes = metrics.value("kvtier:row_bytes", dedup="on")
     assert metrics.value("kvtier:read_bytes_total", tier="disk") == hits * row_bytes
     server.stop()
-    _await_store_processes_gone()
+    await_store_gone(root)
 
     damaged = _flip_a_bit_in_every_third_row(root)
     server = start_server("tiny-llama", config)
     assert answers(server, PROMPTS) == cold, "damaged rows must be misses, not answers"
-    metrics = _settled(server)
+    metrics = settled(server)
     corrupt = metrics.value("kvtier:rows_read_total", outcome="corrupt")
     assert 0 < corrupt <= damaged
-    assert _disk_tokens(metrics) < sum(len(prompt) for prompt in PROMPTS)
+    assert tokens_from(metrics, "disk") < sum(len(prompt) for prompt in PROMPTS)
     server.stop()
 
 
@@ -127,27 +104,6 @@ def _flip_bits(segment: Path, geometry: SegmentGeometry) -> int:
     return len(slots)
 
 
-def test_mla_rows_are_single_copies_and_carry_over_from_tp2_to_tp1(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    root = tmp_path / "store"
-    config = transfer_config(root)
-    server = start_server("tiny-mla", config, tp=2)
-    at_tp2 = answers(server, PROMPTS)
-    metrics = _settled(server)
-    single_copy = metrics.value("kvtier:row_bytes", dedup="on")
-    assert single_copy < metrics.value("kvtier:row_bytes", dedup="off")
-    server.stop()
-    _await_store_processes_gone()
-    assert [rows.row_bytes for rows in rows_on_disk(root)] == [single_copy]
-
-    server = start_server("tiny-mla", config, tp=1)
-    assert answers(server, PROMPTS) == at_tp2
-    assert _disk_tokens(server.metrics()) >= 0.95 * sum(len(prompt) for prompt in PROMPTS)
-    assert len(rows_on_disk(root)) == 1, "TP 1 must use the rows that TP 2 wrote"
-    server.stop()
-
-
 def test_kill_vllm_at_random_moments_loses_nothing_but_work(
     start_server: StartServer, tmp_path: Path
 ) -> None:
@@ -165,7 +121,7 @@ def test_kill_vllm_at_random_moments_loses_nothing_but_work(
             assert answers(server, [prompt]) == [expected[turn % len(PROMPTS)]]
             turn += 1
         _send_and_kill(server, PROMPTS[turn % len(PROMPTS)], random_moment.uniform(0.0, 0.3))
-        _await_store_processes_gone()
+        await_store_gone(root)
         server = start_server("tiny-llama", config)
         assert not list(Path("/dev/shm").glob("kvtier-*")), "a region leaked"
         assert not list(root.rglob("*.partial")), "a half-made file leaked"
@@ -173,7 +129,7 @@ def test_kill_vllm_at_random_moments_loses_nothing_but_work(
         assert answers(server, PROMPTS) == expected
     assert server.metrics().value("kvtier:rows_read_total", outcome="corrupt") == 0
     server.stop()
-    _await_store_processes_gone()
+    await_store_gone(root)
     assert_zarr_equals_store(root, _namespace(root))
 
 
