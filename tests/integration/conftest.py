@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -110,3 +111,14 @@ def await_store_gone(root: Path) -> None:
     while any(serves(process, root) for process in store_processes()):
         assert time.monotonic() < deadline, "a store process outlived its engine"
         time.sleep(0.1)
+
+
+def regions_left(logs: Path) -> list[str]:
+    """Regions made by servers that log below `logs` and whose names are still in shared memory."""
+    made = [
+        path
+        for log in logs.glob("serve-*.log")
+        for path in re.findall(r"made (/dev/shm/kvtier-\S+\.region)", log.read_text())
+    ]
+    assert made, "no server made a region"
+    return [path for path in made if Path(path).exists()]
