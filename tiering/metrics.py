@@ -185,8 +185,12 @@ class Increments:
     def __init__(self) -> None:
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def of(self, sample: Sample) -> float:
+    def of(self, sample: Sample) -> float | None:
+        """None if nothing was added; but the first time 0, so that the series is there from the
+        start: who waits for an increase never sees that of a series which begins at 1."""
         key = (sample.metric.name, sample.labels)
+        is_first = key not in self._last
         last = self._last.get(key, 0.0)
         self._last[key] = sample.value
-        return sample.value - last if sample.value >= last else sample.value
+        increment = sample.value - last if sample.value >= last else sample.value
+        return increment if increment or is_first else None

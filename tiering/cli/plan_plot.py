@@ -68,7 +68,7 @@ def save_plot(path: Path, plan: Plan) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
         axis.yaxis.set_major_formatter("{x:,.0f}")
-    axes[0].legend(frameon=False, loc="lower right")
+    axes[0].legend(frameon=False, loc="best")
     try:
         figure.savefig(path, dpi=150)
     except OSError as exc:

@@ -129,7 +129,7 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
             metric, labels = sample.metric, sample.labels
             if metric.kind is Kind.GAUGE:
                 stats.set_gauge(metric.name, sample.value, labels)
-            elif increment := self._increments.of(sample):
+            elif (increment := self._increments.of(sample)) is not None:
                 stats.increase_counter(metric.name, increment, labels)
         return stats
 

@@ -31,4 +31,10 @@ def test_a_region_without_a_disk_shows_no_disk() -> None:
 def test_increments_add_up_and_survive_a_restart_of_the_store() -> None:
     increments = Increments()
     seen = [increments.of(Sample(CHUNK_HITS, ("disk",), value)) for value in (3, 3, 8, 2)]
-    assert seen == [3, 0, 5, 2]
+    assert seen == [3, None, 5, 2]
+
+
+def test_a_counter_is_exported_before_it_counts() -> None:
+    increments = Increments()
+    seen = [increments.of(Sample(CHUNK_HITS, ("disk",), value)) for value in (0, 0, 1)]
+    assert seen == [0, None, 1]
