@@ -38,14 +38,12 @@ def hashes_of(padded_keys: Sequence[bytes]) -> Hashes:
 class RowIndex:
     """The published rows of a namespace, and the pins of reads under way.
 
-    `key_at` says which key a segment's table has in a slot: of every row that is published, from
+    `key_at` says which key the tables have for a row's number: of every row that is published, from
     before `publish` until after `withdraw`.  The caller serialises calls.  A pinned row is not
     evicted and its slot not overwritten.
     """
 
-    def __init__(
-        self, slots_per_segment: int, key_at: Callable[[SegmentId, SlotId], bytes]
-    ) -> None:
+    def __init__(self, slots_per_segment: int, key_at: Callable[[int], bytes]) -> None:
         self._slots_per_segment = slots_per_segment
         self._key_at = key_at
         self._count = 0
@@ -62,7 +60,7 @@ class RowIndex:
     def __iter__(self) -> Iterator[RowKey]:
         for cell in self._cells:
             if cell:
-                yield RowKey(self._key_at(*self.place(_number(cell))))
+                yield RowKey(self._key_at(_number(cell)))
 
     # -- places and numbers ---------------------------------------------------------------------
 
@@ -80,12 +78,13 @@ class RowIndex:
         return None if position < 0 else self.place(_number(self._cells[position]))
 
     def publish(self, key: RowKey, place: Location) -> None:
-        assert self._find(key) < 0, f"{key.hex()} is published already"
         if 3 * (self._count + 1) > 2 * len(self._cells):
             self._rebuild(np.frombuffer(self._cells, np.uint64), self._count + 1)
         hashed = hash_of(key)
         position = hashed & self._mask
-        while self._cells[position]:
+        while cell := self._cells[position]:
+            is_other = cell >> _HASH_BITS != hashed or self._key_at(_number(cell)) != key
+            assert is_other, f"{key.hex()} is published already"
             position = (position + 1) & self._mask
         self._cells[position] = hashed << _HASH_BITS | (self.number(place) + 1)
         self._count += 1
@@ -119,7 +118,7 @@ class RowIndex:
         hashed = hash_of(key)
         position = hashed & mask
         while cell := cells[position]:
-            if cell >> _HASH_BITS == hashed and self._key_at(*self.place(_number(cell))) == key:
+            if cell >> _HASH_BITS == hashed and self._key_at((cell & _NUMBER_MASK) - 1) == key:
                 return position
             position = (position + 1) & mask
         return -1

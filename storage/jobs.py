@@ -77,6 +77,8 @@ class Job:
         self.key_set = frozenset(keys)
         self.outcomes = [RowOutcome.FAILED] * len(keys)
         self.on_release = on_release
+        self.is_in_order = False
+        """Whether all rows were published at once: then their uses are in the order of a chain."""
         self._row_bytes = row_bytes
         self._left = part_count
         self._lock = threading.Lock()

@@ -102,6 +102,7 @@ class SegmentPool:
             size_class: {} for size_class in self.classes
         }
         self._going: set[SegmentId] = set()  # no slot of theirs is given out any more
+        self._slots_per_segment = geometry.slots_per_segment
         self._left_alone: set[SegmentId] = set()  # there, charged, and not usable
         self._metadata_count = 0  # of segments, as the array's metadata says
         self._growth = threading.RLock()
@@ -114,9 +115,10 @@ class SegmentPool:
     def __contains__(self, number: object) -> bool:
         return number in self._segments
 
-    def key(self, segment: SegmentId, slot: SlotId) -> bytes:
-        """Which row the table has in a slot that is named."""
-        return self._segments[segment].key(slot)
+    def key(self, number: int) -> bytes:
+        """Which row the tables have in a slot that is named, by its number in zarr's array."""
+        segment, slot = divmod(number, self._slots_per_segment)
+        return self._segments[SegmentId(segment)].key(SlotId(slot))
 
     @property
     def numbers(self) -> list[SegmentId]:

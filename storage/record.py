@@ -184,5 +184,5 @@ def _page(pages: memoryview, position: int) -> memoryview:
 
 
 def _aligned(view: memoryview) -> bool:
-    address = np.frombuffer(view, np.uint8).ctypes.data
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address % PAGE_BYTES == 0 and view.nbytes % PAGE_BYTES == 0

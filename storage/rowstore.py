@@ -148,10 +148,10 @@ class RowStore:
             return is_kept
         seen: set[bytes] = set()
         for position in np.flatnonzero(np.isin(hashes, of_several)).tolist():
-            place = self._index.place(int(numbers[position]))
-            key = self.pool.key(*place)
+            number = int(numbers[position])
+            key = self.pool.key(number)
             if key in seen:
-                self.pool.withdraw(place, free=True)
+                self.pool.withdraw(self._index.place(number), free=True)
                 is_kept[position] = False
             seen.add(key)
         return is_kept
@@ -384,7 +384,7 @@ class RowStore:
             if part.hung:
                 part.job.on_release([part.start + position for position in part.hung])
         elif part.job.part_done():
-            if queue is Queue.WRITE:
+            if queue is Queue.WRITE and not part.job.is_in_order:
                 self.touch(part.job.keys)  # whole jobs: parts end in any order
             part.job.report()
 
@@ -496,13 +496,10 @@ class RowStore:
 
     def _evict_rows(self, part: Part, size_class: SegmentGeometry, count: int) -> list[Location]:
         """The slots of up to `count` rows of one class that leave."""
-        victims = [
-            self._key(number)
-            for number in self._policies[size_class].victims(
-                count, lambda number: self._must_stay(part, number)
-            )
-        ]
-        places = sorted(self._withdraw(key, free=False) for key in victims)
+        policy = self._policies[size_class]
+        numbers = policy.victims(count, lambda number: self._must_stay(part, number))
+        victims = [self._key(number) for number in numbers]
+        places = sorted(self._withdraw(key, policy, free=False) for key in victims)
         self.counters.rows_evicted += len(victims)
         self._evicted[size_class] += len(victims)
         self._announce((), victims)
@@ -588,9 +585,11 @@ class RowStore:
         segment.flush_header(owner.lock, version)
         with owner.lock:
             owner.space.write_succeeded()
+            part.job.is_in_order = len(placed) == len(part.job.keys)
+            policy = self._policies[segment.geometry]
             for (place, position), _ in newest_last:
                 self._index.publish(part.keys[position], place)
-                self._policy_at(place).add(self._index.number(place))
+                policy.add(self._index.number(place))
                 self._finish_write(part, position, RowOutcome.OK)
             self._announce([part.keys[position] for _, position in placed], ())
 
@@ -646,12 +645,14 @@ class RowStore:
 
     def _key(self, number: int) -> RowKey:
         """Of a published row, by its number."""
-        return RowKey(self.pool.key(*self._index.place(number)))
+        return RowKey(self.pool.key(number))
 
-    def _withdraw(self, key: RowKey, *, free: bool) -> Location:
+    def _withdraw(
+        self, key: RowKey, policy: LeastRecentlyUsedRows | None = None, *, free: bool
+    ) -> Location:
         """Take a row out of index, policy and table; its slot is free, or the caller's."""
         place = self._index.withdraw(key)
-        self._policy_at(place).remove(self._index.number(place))
+        (policy or self._policy_at(place)).remove(self._index.number(place))
         self.pool.withdraw(place, free=free)
         return place
 

@@ -18,7 +18,7 @@ class Tables(dict[Location, RowKey]):
     """What the segments' tables say."""
 
     def index(self) -> RowIndex:
-        return RowIndex(SLOTS, lambda segment, slot: self[Location(segment, slot)])
+        return RowIndex(SLOTS, lambda n: self[Location(SegmentId(n // SLOTS), SlotId(n % SLOTS))])
 
 
 def test_publish_and_withdraw() -> None:
