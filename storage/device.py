@@ -85,7 +85,7 @@ class Device(Protocol):
         ...
 
     def make_directory(self, path: Path) -> None:
-        """Make `path` (0700) and its parents; fine if it is there."""
+        """Make `path` and those parents that are missing, each 0700; fine if it is there."""
         ...
 
     def remove_directory(self, path: Path) -> None: ...
@@ -178,7 +178,8 @@ class LocalDevice:
 
     def make_directory(self, path: Path) -> None:
         with _translated("make_directory", path):
-            os.makedirs(path, mode=0o700, exist_ok=True)
+            for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
+                missing.mkdir(0o700, exist_ok=True)  # os.makedirs has a mode for the last one only
 
     def remove_directory(self, path: Path) -> None:
         with _translated("rmdir", path):
