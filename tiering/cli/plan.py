@@ -32,7 +32,7 @@ from tiering.planning import (
     region_for,
     row_size,
 )
-from tiering.presets import Preset, load_preset, own_model
+from tiering.presets import Preset, load_preset, own_model, preset_names
 from tiering.replay import play_disk
 from tiering.traces import Trace, read_trace
 
@@ -81,7 +81,8 @@ def plan(
         Path | None, typer.Argument(help="A model's config.json, or the directory it is in.")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="A model that kvtier knows instead, or a file like those.")
+        str | None,
+        typer.Option(help=f"Instead: {', '.join(preset_names())}, or a file like those."),
     ] = None,
     worker_bytes: Annotated[
         int | None, typer.Option(help="Bytes of a block on one rank instead, all layers together.")
@@ -91,10 +92,10 @@ def plan(
     ] = 1,
     tp: Annotated[
         int | None,
-        typer.Option(min=1, help="TP ranks.  [default: the preset's, or 1]"),
+        typer.Option(min=1, help="TP ranks; else the preset's, or 1."),
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per block.  [default: as the engine's]")
+        int | None, typer.Option(min=1, help="Tokens per block; else as the engine does.")
     ] = None,
     blocks_per_chunk: Annotated[
         int, typer.Option(min=1, help="Blocks stored, found and evicted together.")
@@ -123,8 +124,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="Prompt tokens on their way at a time, for the region.  "
-            f"[default: {IN_FLIGHT_TOKENS}]",
+            help=f"Prompt tokens on their way at a time, for the region; else {IN_FLIGHT_TOKENS}.",
         ),
     ] = None,
     root: Annotated[str, typer.Option(help="The store's directory.")] = "/var/lib/kvtier",
@@ -133,11 +133,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object instead of text.")] = False,
 ) -> None:
-    """How large a drive and a region a model needs, and what to paste.
-
-    The model is a config.json, a preset or --worker-bytes.  What a disk is worth follows from a
-    trace, or from the number of tokens of prompts that requests share.
-    """
+    """How large a drive and a region a model needs, and what to paste."""
     if trace is not None and tokens is not None:
         raise ConfigError("--trace", "either a trace or --tokens", str(trace))
     chosen, ranks = _model(model, preset, worker_bytes, max_tp_shards, tp, block_size, dtype)
