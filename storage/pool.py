@@ -106,6 +106,7 @@ class SegmentPool:
         self._left_alone: set[SegmentId] = set()  # there, charged, and not usable
         self._metadata_count = 0  # of segments, as the array's metadata says
         self._growth = threading.RLock()
+        self._replacing_failed = False  # the last time
         self._is_new = is_new
         self._charged_ahead = 0  # bytes charged for a segment that failed and could not be undone
 
@@ -246,38 +247,69 @@ class SegmentPool:
                 if not owner.make_room(charge - self._charged_ahead):
                     return Growth.REFUSED
                 self._charged_ahead = charge
-            return self._make(size_class)
+            growth = self._make(size_class)
+            if growth is Growth.MADE:
+                self._release_ahead()
+                with owner.lock:
+                    owner.space.growth_succeeded()
+            return growth
 
     def replace(
         self,
         size_class: SegmentGeometry,
         give_up: Callable[[int], Sequence[SegmentId]],
     ) -> bool:
-        """Make one more segment of a class in the place of others, unless another thread just
-        did.  Whether there are free slots, unless somebody is quicker.
+        """Make segments of a class in the place of others, unless another thread just did.
+        Whether there are free slots, unless somebody is quicker.
 
         `give_up`, called under the owner's lock with the bytes that are needed, takes the rows out
-        of segments of at least that charge and names them, or names none.
+        of segments of at least that size and names them, or names none.  What earlier
+        replacements left over is used first, whether or not growing is due to be tried.
         """
         with self._growth:
+            available = self._available()
             with self._owner.lock:
                 if self._with_free[size_class]:
                     return True
+                if self._replacing_failed and not self._owner.space.may_grow():
+                    return False  # else each write would cost a segment and make none
                 needed = self._charge_of_next(size_class) - self._charged_ahead
-                leaving = give_up(needed)
+                needed -= self._owner.space.room(available)
+                leaving = give_up(needed) if needed > 0 else ()
                 for number in leaving:
                     self.retire(number)
-            if not leaving:
+            if needed > 0 and not leaving:
                 return False
             for number in leaving:
                 try:
                     self.remove(number, keep_charge=True)
                 except DeviceError as exc:
                     log.warning("segment %d stays: %s", number, exc)
-            if self._charged_ahead < self._charge_of_next(size_class):
-                self._release_ahead()
-                return False
-            return self._make(size_class) is Growth.MADE
+            self._charge_ahead(self._charge_of_next(size_class))
+            has_made = False
+            while self._charged_ahead >= self._charge_of_next(size_class):
+                self._replacing_failed = self._make(size_class) is not Growth.MADE
+                if self._replacing_failed:
+                    return has_made
+                has_made = True
+            self._release_ahead()
+            return has_made
+
+    def _charge_ahead(self, charge: int) -> None:
+        """Charge what a segment lacks, if there is room for it."""
+        available = self._available()
+        with self._owner.lock:
+            missing = charge - self._charged_ahead
+            if missing > 0 and self._owner.space.can_charge(missing, available):
+                self._owner.space.charge(missing)
+                self._charged_ahead = charge
+
+    def _available(self) -> int:
+        """Free bytes of the file system; 0 if it does not say."""
+        try:
+            return self._owner.device.space(self._owner.root).available_bytes
+        except DeviceError:
+            return 0
 
     def _charge_of_next(self, size_class: SegmentGeometry) -> int:
         return charge_of(size_class) + (NAMESPACE_OVERHEAD_BYTES if self._is_new else 0)
@@ -304,11 +336,9 @@ class SegmentPool:
         except DeviceError as exc:
             return self._undo_growth(number, exc)
         self._charged_ahead -= charge_of(size_class)
-        self._release_ahead()
         with owner.lock:
             self._segments[number] = segment
             self._with_free[size_class][number] = segment
-            owner.space.growth_succeeded()
         return Growth.MADE
 
     def _release_ahead(self) -> None:

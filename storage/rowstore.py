@@ -43,7 +43,7 @@ from storage.header import Record, SegmentGeometry
 from storage.index import Hashes, Numbers, RowIndex, hashes_of
 from storage.jobs import Job, JobResult, Part, RowCounters, wait
 from storage.namespace import Identity
-from storage.pool import Growth, Owner, SegmentPool, charge_of
+from storage.pool import Growth, Owner, SegmentPool
 from storage.reading import RowReader, stretches
 from storage.segment import Segment
 from storage.space import is_full
@@ -100,8 +100,8 @@ class RowStore:
         self._policies = {
             size_class: LeastRecentlyUsedRows(links) for size_class in self.pool.classes
         }
-        # Rows evicted in each class since it was last asked whether others hold colder ones.
-        self._evicted = dict.fromkeys(self.pool.classes, 0)
+        # How many rows each class gives before others are asked for a segment again.
+        self._ask_after = dict.fromkeys(self.pool.classes, 0)
         self._writing: set[RowKey] = set()
         self._reader = RowReader(owner, self.pool, self._index, self.counters, self._drop)
 
@@ -479,18 +479,19 @@ class RowStore:
 
         The rows are those of the class that were used longest ago, unless segments of other
         classes hold rows that are colder by far: then those give way to a segment of this class.
-        That is asked when a class has no row to give, and whenever it gave as many as a segment
-        holds: asking looks at every segment.
+        Asking looks at every segment; so a class that was refused first gives as many rows as a
+        segment holds, if it has them.
         """
         with self._owner.lock:
-            is_due = self._evicted[size_class] >= size_class.slots_per_segment
-            if len(self._policies) == 1 or not is_due:
+            if len(self._policies) == 1 or self._ask_after[size_class] > 0:
                 places = self._evict_rows(part, size_class, count)
                 if places or len(self._policies) == 1:
                     return places
-        self.pool.replace(size_class, lambda needed: self._give_up(part, size_class, needed))
+        has_more = self.pool.replace(
+            size_class, lambda needed: self._give_up(part, size_class, needed)
+        )
         with self._owner.lock:
-            self._evicted[size_class] = 0
+            self._ask_after[size_class] = 0 if has_more else size_class.slots_per_segment
             places = self.pool.take_free(size_class, count)
             return places or self._evict_rows(part, size_class, count)
 
@@ -501,7 +502,7 @@ class RowStore:
         victims = [self._key(number) for number in numbers]
         places = sorted(self._withdraw(key, policy, free=False) for key in victims)
         self.counters.rows_evicted += len(victims)
-        self._evicted[size_class] += len(victims)
+        self._ask_after[size_class] -= len(victims)
         self._announce((), victims)
         return places
 
@@ -514,8 +515,11 @@ class RowStore:
     def _give_up(
         self, part: Part, size_class: SegmentGeometry, needed_bytes: int
     ) -> list[SegmentId]:
-        """Take all rows out of segments of other classes that are charged `needed_bytes`, coldest
-        first, if all of them are colder by far than the next row that this class would lose."""
+        """Take all rows out of segments of other classes whose files have `needed_bytes`, coldest
+        first, if all of them are colder by far than the next row that this class would lose.
+
+        Files, not charges: those promise bytes that a full file system does not give back.
+        """
         own = self._policies[size_class].victims(1, lambda n: self._must_stay(part, n))
         now = self._owner.next_use()
         own_use = self._last_use(own[0]) if own else now
@@ -531,7 +535,7 @@ class RowStore:
             )
             if segment.is_idle and not any(self._must_stay(part, n) for n in numbers):
                 chosen.append(segment)
-                needed_bytes -= charge_of(segment.geometry)
+                needed_bytes -= segment.geometry.segment_bytes
         if needed_bytes > 0:
             return []
         for segment in chosen:

@@ -130,8 +130,12 @@ class Space:
 
     def can_charge(self, size_bytes: int, available_bytes: int) -> bool:
         """Whether `size_bytes` fit the budget and, less the reserve, the free space."""
-        within_budget = self.charged_bytes + size_bytes <= self.budget_bytes
-        return within_budget and size_bytes + self.reserve_bytes <= available_bytes
+        return size_bytes <= self.room(available_bytes)
+
+    def room(self, available_bytes: int) -> int:
+        """How much could be charged with so much free space."""
+        within_budget = self.budget_bytes - self.charged_bytes
+        return max(0, min(within_budget, available_bytes - self.reserve_bytes))
 
     def charge(self, size_bytes: int) -> None:
         self.charged_bytes += size_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable
@@ -11,7 +12,9 @@ import pytest
 
 from storage.namespace import Identity
 from storage.options import StoreOptions
+from storage.pool import charge_of
 from storage.store import DiskStore
+from storage.testing.mixed import SLOTS, MixedHarness, keys_of
 from storage.testing.rows import aligned_rows, bytes_on_disk, filled_rows, key_of, row_of
 from storage.types import RowOutcome
 
@@ -97,3 +100,35 @@ def test_inodes_that_run_out_are_a_full_disk(few_inodes: Path) -> None:
         assert store.usage().limit == "inodes"
     with DiskStore.open(options) as store:
         assert len(store.open_rows(IDENTITY, ROW_BYTES)) == resident
+
+
+@pytest.mark.parametrize("is_filled_by_others", [False, True])
+def test_size_classes_on_a_full_disk(disk: Path, is_filled_by_others: bool) -> None:
+    """Rows that shrink otherwise than those before them still find room, made of what is there.
+
+    How soon depends on the file system: ext4 may refuse for a moment what was just freed.
+    """
+    harness = MixedHarness(disk / "root", segments=10_000)
+    with harness.store:  # ended whatever happens: the mount must go
+        for key in keys_of(0, 200 if is_filled_by_others else 700):
+            assert harness.write([key]) == [OK]
+        filler = disk / "filler"
+        if is_filled_by_others:
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+        else:
+            assert harness.store.usage().state == "full"
+        before = bytes_on_disk(harness.options.root)
+        for kind in (2, 1, 3, 0):
+            declined = 0
+            keys = keys_of(kind, 300, 20_000)
+            for key in keys:
+                [outcome] = harness.write([key])
+                declined += outcome is not OK
+            assert declined <= 10, kind
+            place = harness.rows.locate(keys[-1])
+            assert place is not None
+            a_fifth = before // 5 // charge_of(harness.rows.pool[place.segment].geometry) * SLOTS
+            assert len(harness.keys() & set(keys)) >= min(150, a_fifth), kind
+            harness.check()
