@@ -117,7 +117,7 @@ MODELS: Mapping[str, ModelPreset] = {
     for preset in (
         ModelPreset("smollm2", 32, trained=True),
         ModelPreset("tiny-mla", 16, trained=False, serve_flags=MLA_FLAGS),
-        # An MLA model with a head-sharded GQA draft layer: one group of unlike pages. Head order is
+        # An MLA model with a head-sharded GQA draft: one group of unlike pages. Head order is
         # certified only where all layers have the same KV heads.
         ModelPreset(
             *("tiny-mla-gqa-draft", 32),
