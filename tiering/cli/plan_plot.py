@@ -33,6 +33,8 @@ def save_plot(path: Path, plan: Plan) -> None:
     else:
         what = "hit rate" if curve.is_of_trace else "share of the expected prompts that fits"
         _draw(axes[0], curve.points, curve.points_without_dedup, lambda p: 100 * p.hit_rate)
+        axes[0].set(ylabel=f"{what}, %", ylim=(0, 108))
+    if curve is not None and curve.is_of_trace:
         axes[0].axhline(100 * curve.best, color=_MARK, linewidth=0.8, linestyle=":")
         axes[0].annotate(
             "a disk that keeps everything ",
@@ -43,7 +45,6 @@ def save_plot(path: Path, plan: Plan) -> None:
             color=_MARK,
             fontsize=8,
         )
-        axes[0].set(ylabel=f"{what}, %", ylim=(0, 105))
     if curve is not None and panels == 2:
         _draw_writes(axes[1], plan, curve.points)
     figure.suptitle(
@@ -81,10 +82,8 @@ def _draw(
     points_without_dedup: Sequence[HitPoint],
     value: Callable[[HitPoint], float],
 ) -> None:
-    for line, color, label in (
-        (points, _WITH, "with dedup"),
-        (points_without_dedup, _WITHOUT, "without dedup"),
-    ):
+    lines = [(points, _WITH, "with dedup"), (points_without_dedup, _WITHOUT, "without dedup")]
+    for line, color, label in lines[: 1 if points == points_without_dedup else 2]:
         sizes = [point.budget_bytes / _GB for point in line]
         axis.plot(sizes, [value(point) for point in line], "o-", color=color, label=label)
 
