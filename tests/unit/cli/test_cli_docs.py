@@ -24,6 +24,7 @@ from storage.types import SlotId
 from tiering.cli.main import app
 from tiering.config import Config, DiskSettings, Settings
 from tiering.metrics import ALL, Kind
+from tiering.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,19 +68,35 @@ def test_docs_show_configurations_that_work(page: Path) -> None:
         Config.parse(document["kv_connector_extra_config"])
 
 
+def test_docs_make_a_trace_that_plan_reads(tmp_path: Path) -> None:
+    names = code_of("operations.md")
+    shared = list(range(1024))
+    lines = [names["line_of_trace"](i, [*shared, *range(i, i + 700)]) for i in range(4)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(lines))
+    trace = read_trace(path)
+    assert [len(request) for request in trace.requests] == [3, 3, 3, 3]  # of 1,724 tokens
+    assert trace.unique_count == 2 + 4
+    assert trace.seconds == 3
+
+
+def code_of(page: str) -> dict[str, Any]:
+    """What the one Python block of a page defines."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    assert not re.search("storage|tiering", code), "it must stand alone"
+    names: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), names)
+    return names
+
+
 # -- the format ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def read_namespace() -> Reader:
     """The reader of docs/format.md, exactly as it stands there."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "format.md").read_text(), re.S)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 40
-    assert "storage" not in code
-    assert "tiering" not in code
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/format.md", "exec"), names)
-    reader: Reader = names["read_namespace"]
+    reader: Reader = code_of("format.md")["read_namespace"]
     return reader
 
 
