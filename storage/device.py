@@ -226,6 +226,54 @@ class LocalDevice:
         return self._paths.get(fd, Path("?"))
 
 
+class ReadOnlyDevice(LocalDevice):
+    """Files to be looked at by somebody who may not own them: opens none for writing, and what
+    would change one fails with EROFS."""
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        if create:
+            raise DeviceError("open", path, errno.EROFS)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        with _translated("open", path):
+            fd = os.open(path, flags)
+        self._paths[fd] = path
+        return fd
+
+    def make_directory(self, path: Path) -> None:
+        raise DeviceError("make_directory", path, errno.EROFS)
+
+    def remove_directory(self, path: Path) -> None:
+        raise DeviceError("rmdir", path, errno.EROFS)
+
+    def remove(self, path: Path) -> None:
+        raise DeviceError("remove", path, errno.EROFS)
+
+    def rename(self, source: Path, target: Path) -> None:  # noqa: ARG002
+        raise DeviceError("rename", source, errno.EROFS)
+
+    def write_file(self, path: Path, data: bytes) -> None:  # noqa: ARG002
+        raise DeviceError("write_file", path, errno.EROFS)
+
+    def lock(self, path: Path) -> int | None:
+        raise DeviceError("lock", path, errno.EROFS)
+
+
+def lock_holder(root: Path) -> int | None:
+    """The process that holds the lock of a root, without trying to take it; None if none does, or
+    the system does not say (another container, a network file system)."""
+    try:
+        stat = root.stat()
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    wanted = f"{stat.st_dev >> 8 & 0xFFF:02x}:{stat.st_dev & 0xFF:02x}:{stat.st_ino}"
+    for line in lines:
+        fields = line.split()
+        if fields[1] == "FLOCK" and wanted in fields:
+            return int(fields[4])
+    return None
+
+
 def _advance(buffers: list[memoryview], count: int) -> list[memoryview]:
     """What is left of `buffers` after their first `count` bytes."""
     for position, buffer in enumerate(buffers):

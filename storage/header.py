@@ -225,6 +225,13 @@ def _table_checksum(
     return crc32c(body, crc32c(_TABLE_HEAD.pack(*head, 0, geometry.slot_pages)))
 
 
+def claimed_generation(head: bytes | memoryview) -> int:
+    """What the first page of a copy says, which may be anything; -1 if not even its magic is
+    there."""
+    magic, generation, *_ = _TABLE_HEAD.unpack_from(head)
+    return int(generation) if magic == _TABLE_MAGIC else -1
+
+
 def decode_table(
     geometry: SegmentGeometry, raw: bytes | memoryview, namespace: bytes
 ) -> tuple[int, Entries] | None:
@@ -272,6 +279,14 @@ def decode_header(
         return DecodedHeader(0, new_entries(geometry), whole=False)
     generation, newest = max(copies, key=lambda copy: copy[0])
     entries = newest.copy()
+    are_valid = drop_strays(geometry, entries)
+    index = encode_index(geometry, entries)
+    whole = len(copies) == 2 and raw[: len(index)] == index and are_valid
+    return DecodedHeader(generation, entries, whole)
+
+
+def drop_strays(geometry: SegmentGeometry, entries: Entries) -> bool:
+    """Drop entries that point outside their own slot; whether there were none."""
     used = entries["key_bytes"] > 0
     first = geometry.row_offset(0) + geometry.lead_bytes
     offsets = first + geometry.stride * np.arange(len(entries), dtype=np.uint64)
@@ -281,10 +296,11 @@ def decode_header(
         valid &= entries["length"] <= geometry.record_bytes
     else:
         valid &= entries["length"] == geometry.record_bytes
-    entries[used & ~valid] = np.zeros((), ENTRY)
-    index = encode_index(geometry, entries)
-    whole = len(copies) == 2 and raw[: len(index)] == index and bool(valid[used].all())
-    return DecodedHeader(generation, entries, whole)
+    strays = used & ~valid
+    if not strays.any():
+        return True
+    entries[strays] = np.zeros((), ENTRY)
+    return False
 
 
 def key_of(entries: Entries, slot: int) -> bytes | None:

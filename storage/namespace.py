@@ -14,6 +14,7 @@ import msgspec
 
 from storage.codec import NO_CODEC, Codec
 from storage.errors import ConfigError, CorruptRecord, LayoutMismatch
+from storage.facts import FACTS, RowFacts, facts_of
 from storage.header import MAX_SLOTS, SegmentGeometry
 from storage.types import PAGE_BYTES
 
@@ -90,8 +91,8 @@ def root_metadata(owner: dict[str, Json]) -> bytes:
     return group_metadata({"kvtier": attributes})
 
 
-def namespace_metadata(identity: Identity) -> bytes:
-    """`zarr.json` of a namespace's group."""
+def namespace_metadata(identity: Identity, facts: RowFacts | None = None) -> bytes:
+    """`zarr.json` of a namespace's group; `facts` are for reports."""
     attributes: dict[str, Json] = {
         "format_version": FORMAT_VERSION,
         "model": identity.model,
@@ -101,6 +102,8 @@ def namespace_metadata(identity: Identity) -> bytes:
     if identity.row_codec is not None:
         attributes["codec"] = identity.codec
         attributes["element_bytes"] = identity.element_bytes
+    if facts is not None:
+        attributes[FACTS] = msgspec.to_builtins(facts)
     return group_metadata({"kvtier": attributes})
 
 
@@ -197,3 +200,11 @@ def read_geometry(
     if metadata != msgspec.json.decode(rows_metadata(geometry, segment_count, codec)):
         raise CorruptRecord(place, "the array's codecs or chunks are not those of kvtier rows")
     return geometry, segment_count
+
+
+def facts_in(raw: bytes, place: str) -> RowFacts | None:
+    """The facts in the `zarr.json` of a namespace's group; None without, or if it is damaged."""
+    try:
+        return facts_of(read_metadata(raw, place)["attributes"]["kvtier"])
+    except (CorruptRecord, LayoutMismatch):
+        return None

@@ -18,6 +18,7 @@ from storage.codec import RowCodec
 from storage.device import Device, exists, replace_file
 from storage.engine import IoEngine
 from storage.errors import DeviceError
+from storage.facts import RowFacts
 from storage.header import SegmentGeometry
 from storage.namespace import METADATA, Identity, namespace_metadata, rows_metadata
 from storage.options import StoreOptions
@@ -94,6 +95,8 @@ class SegmentPool:
         self.identity = identity
         self.geometry = geometry
         self.classes = codec.classes if codec is not None else (geometry,)
+        self.facts: RowFacts | None = None
+        """For the metadata of the namespace, if they are known."""
         self._codec = codec
         self._owner = owner
         self._segments: dict[SegmentId, Segment] = {}
@@ -350,7 +353,8 @@ class SegmentPool:
         """Make the namespace's directories and group, which its first segment was charged for."""
         device = self._owner.device
         device.make_directory(self.directory / "c")
-        replace_file(device, self.directory.parent / METADATA, namespace_metadata(self.identity))
+        metadata = namespace_metadata(self.identity, self.facts)
+        replace_file(device, self.directory.parent / METADATA, metadata)
         self._is_new = False
         self._charged_ahead -= NAMESPACE_OVERHEAD_BYTES
 

@@ -25,6 +25,7 @@ from storage.namespace import (
 )
 from storage.segment import segment_path
 from storage.space import NAMESPACE_OVERHEAD_BYTES, SEGMENT_OVERHEAD_BYTES, is_full
+from storage.status import STATUS
 from storage.types import SegmentId
 
 log = logging.getLogger("kvtier.storage")
@@ -115,7 +116,7 @@ def remove_partials(root: Path, device: Device) -> None:
             for name in device.list(directory):
                 path = directory / name
                 if device.stat(path).is_directory:
-                    if depth or is_namespace_directory(name):
+                    if depth or is_namespace_directory(name) or name == STATUS:
                         clean(path, depth + 1)
                 elif name.endswith(PARTIAL_SUFFIX):
                     device.remove(path)

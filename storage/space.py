@@ -20,7 +20,8 @@ from storage.errors import DeviceError
 SEGMENT_OVERHEAD_BYTES = 32 << 10
 # Two small zarr.json files, each for a moment beside its successor, and three directories.
 NAMESPACE_OVERHEAD_BYTES = 64 << 10
-ROOT_OVERHEAD_BYTES = 32 << 10  # the root's zarr.json and its successor
+# The zarr.json of the root and of its status, each for a moment beside its successor; a directory.
+ROOT_OVERHEAD_BYTES = 96 << 10
 
 _RESERVE_FRACTION = 100  # 1/100 of the file system stays free ...
 _RESERVE_BYTES_MAX = 1 << 30  # ... but no more than this

@@ -15,13 +15,15 @@ from typing import NamedTuple
 
 from storage.codec import CODEC_NAMES, NO_CODEC, ROW_BYTES_MAX, Codec, RowCodec
 from storage.device import Device, LocalDevice, replace_file, supports_direct
-from storage.engine import IoEngine
+from storage.engine import IoEngine, Queue
 from storage.errors import ConfigError, CorruptRecord, DeviceError, LayoutMismatch, RootUnusable
+from storage.facts import RowFacts
 from storage.header import SegmentGeometry
 from storage.namespace import (
     METADATA,
     ROWS,
     Identity,
+    facts_in,
     is_namespace_directory,
     namespace_metadata,
     read_geometry,
@@ -52,10 +54,12 @@ from storage.space import (
     Space,
     default_reserve,
 )
+from storage.status import STATUS, Counters, StatusKeeper, StoreStatus
 from storage.types import PAGE_BYTES
 
 log = logging.getLogger("kvtier.storage")
 
+_STATUS_TIMEOUT_S = 1.0  # for one that is being written; a hung disk may not hold up the end
 _CLOSE_TIMEOUT_S = 30.0  # for I/O under way; longer than a slow disk needs for its queue
 
 
@@ -120,6 +124,8 @@ class DiskStore:
         self._closed: CloseReport | None = None
         self.quarantine = Quarantine(options.root, device, options.quarantine_rows)
         self._quarantine_charge = 0
+        self._status = StatusKeeper(options.root, device)
+        self._status_lock = threading.Lock()
         self._charge_what_is_there()
         self.engine = IoEngine(  # its threads must be ended: nothing below may fail
             options.io_threads,
@@ -159,8 +165,10 @@ class DiskStore:
 
     # -- namespaces -----------------------------------------------------------------------------
 
-    def open_rows(self, identity: Identity, row_bytes: int) -> RowStore:
-        """The rows of one namespace, made if it is new.
+    def open_rows(
+        self, identity: Identity, row_bytes: int, facts: RowFacts | None = None
+    ) -> RowStore:
+        """The rows of one namespace, made if it is new.  `facts` replace those that it has.
 
         The codec of the options becomes part of the identity.  Raises `ConfigError` if the budget
         can't hold one segment of such rows or the codec can't encode them, `LayoutMismatch` if the
@@ -179,7 +187,7 @@ class DiskStore:
         with self.lock:
             stale = self._stale.pop(name, None)
         try:
-            rows = self._open_rows(identity, row_bytes, stale)
+            rows = self._open_rows(identity, row_bytes, facts, stale)
             self._meet_budget(rows)
         except BaseException:
             if stale is not None:
@@ -203,7 +211,11 @@ class DiskStore:
                 )
 
     def _open_rows(
-        self, identity: Identity, row_bytes: int, stale: StaleNamespace | None
+        self,
+        identity: Identity,
+        row_bytes: int,
+        facts: RowFacts | None,
+        stale: StaleNamespace | None,
     ) -> RowStore:
         directory = self.root / identity.directory / ROWS
         codec = identity.row_codec
@@ -219,12 +231,15 @@ class DiskStore:
         self._reserve_quarantine(largest.stride)
         rows = RowStore(self, directory, identity, geometry, row_codec, is_new=stale is None)
         rows.pool.metadata_was_read(segment_count)
+        rows.pool.facts = facts
         if stale is None:
             return rows
+        rows.pool.facts = facts or self._facts_of(directory.parent / METADATA)
         try:
             self.device.make_directory(directory / "c")
             # Also the note of when it was last opened.
-            replace_file(self.device, directory.parent / METADATA, namespace_metadata(identity))
+            metadata = namespace_metadata(identity, rows.pool.facts)
+            replace_file(self.device, directory.parent / METADATA, metadata)
         except DeviceError as exc:  # a full disk can still be read
             log.warning("namespace not brought up to date: %s", exc)
         rows.adopt(self._open_segments(rows, row_codec, stale))
@@ -236,6 +251,11 @@ class DiskStore:
                 log.warning("zarr can't see all segments: %s", exc)
         rows.flush(recency=False)
         return rows
+
+    def _facts_of(self, metadata: Path) -> RowFacts | None:
+        with contextlib.suppress(DeviceError):
+            return facts_in(self.device.read_file(metadata), str(metadata))
+        return None
 
     def _read_geometry(
         self, directory: Path, row_bytes: int, codec: Codec | None, stale: StaleNamespace | None
@@ -450,6 +470,9 @@ class DiskStore:
             elif name == QUARANTINE:
                 self._quarantine_charge = allocated_bytes(path, self.device)
                 self.space.charge(self._quarantine_charge)
+            elif name == STATUS:  # charged with the root, but for what is not ours
+                without = {path / METADATA}
+                self.space.charge(allocated_bytes(path, self.device, without))
             elif name != METADATA:  # not ours: left alone
                 self.space.charge(allocated_bytes(path, self.device))
 
@@ -492,6 +515,39 @@ class DiskStore:
         for rows in list(self._stores.values()):
             rows.flush(recency=True)
 
+    def write_status(self) -> None:
+        """Bring what the root remembers of its use up to date, unless it is being closed.  Waits
+        for the disk."""
+        with self._status_lock:
+            if self._closed is None:
+                self._write_status(is_open=True)
+
+    def _write_status(self, *, is_open: bool) -> None:
+        usage = self.usage()
+        counts = {name: rows.count() for name, rows in self._stores.items()}
+        status = StoreStatus(
+            is_open=is_open,
+            budget_bytes=usage.budget_bytes,
+            reserve_bytes=self.space.reserve_bytes,
+            used_bytes=usage.used_bytes,
+            state=usage.state,
+            state_reason=usage.state_reason,
+            limit=usage.limit,
+            health=usage.health,
+            rows=usage.rows,
+            queued_reads=self.engine.queued(Queue.READ),
+            queued_writes=self.engine.queued(Queue.WRITE),
+            read_seconds=sum(count.read_seconds for count in counts.values()),
+            write_seconds=sum(count.write_seconds for count in counts.values()),
+        )
+        self._status.write(
+            status,
+            {
+                name: Counters(*(getattr(count, field) for field in Counters.__struct_fields__))
+                for name, count in counts.items()
+            },
+        )
+
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> CloseReport:
         """Run what is queued, for `timeout_s` at most, write what is pending, give the root up."""
         if self._closed is not None:
@@ -509,6 +565,9 @@ class DiskStore:
         self._log_totals()
         for rows in self._stores.values():
             rows.close()
+        if self._status_lock.acquire(timeout=_STATUS_TIMEOUT_S):
+            self._write_status(is_open=False)
+            self._status_lock.release()
         self._stores.clear()
         with contextlib.suppress(DeviceError):
             self.device.close(self._lock_fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from storage.facts import RowFacts
 from storage.sizes import format_size
 from tiering.rows import RowLayout
 
@@ -21,6 +22,16 @@ def replicas_by_group(
                 counts[replicas[name]] = counts.get(replicas[name], 0) + 1
         found.append(counts)
     return found
+
+
+def row_facts(layout: RowLayout, tokens_per_block: Sequence[int]) -> RowFacts:
+    """What reports on the store are told; `tokens_per_block` is given per KV-cache group."""
+    return RowFacts(
+        tokens_per_row=tuple(count * layout.blocks_per_chunk for count in tokens_per_block),
+        ranks=layout.ranks,
+        replicas=layout.kv_tp_replicas,
+        row_bytes_without_dedup=layout.row_bytes_without_dedup,
+    )
 
 
 def reasons(layout: RowLayout) -> str:

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from storage.errors import StorageError
+from storage.facts import RowFacts
 from storage.namespace import Identity
 from storage.options import StoreOptions
 from storage.service import messages
@@ -117,12 +118,15 @@ class StoreClient:
         rows: RegionRows,
         spawn: Spawn = spawn_store_process,
         now: Callable[[], float] = time.monotonic,
+        facts: RowFacts | None = None,
     ) -> None:
+        """`facts` are for those who look at the store; see `RowFacts`."""
         self.usage = Usage()
         """The latest figures, as sent with each finished job."""
         self.restarts = 0
         self._options = options
         self._identity = identity
+        self._facts = facts
         self._rows = replace(rows, fd=os.dup(rows.fd))
         self._spawn = spawn
         self._now = now
@@ -289,6 +293,7 @@ class StoreClient:
             row_bytes=self._rows.row_bytes,
             row_count=self._rows.row_count,
             rows_offset=self._rows.rows_offset,
+            facts=self._facts,
         )
         frame = messages.encode_frame([attach])
         ours.setblocking(False)

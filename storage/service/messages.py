@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from storage.facts import RowFacts
 from storage.options import StoreOptions
 
 PROTOCOL_VERSION = 2
@@ -31,6 +32,7 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     row_bytes: int
     row_count: int
     rows_offset: int
+    facts: RowFacts | None = None
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):

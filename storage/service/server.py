@@ -7,6 +7,7 @@ the rows.  Nothing that the engine waits for waits for the engine.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import os
@@ -47,7 +48,8 @@ log = logging.getLogger("kvtier.service")
 _RECEIVE_BYTES = 1 << 20
 _KEYS_PER_MESSAGE = 4096  # of the index and its changes
 _MESSAGES_PER_FRAME = 128  # with the longest keys, well below `MAX_FRAME_BYTES`
-_RECENCY_FLUSH_S = 30.0  # how much recency a crash may lose
+_STATUS_S = 10.0  # how old the figures are that `kvtier watch` shows
+_STATUS_PER_FLUSH = 3  # how much recency a crash may lose: 30 s
 
 
 class Outbox:
@@ -96,7 +98,7 @@ class Session:
         self.store = DiskStore.open(attach.options)
         try:
             identity = Identity(attach.model, attach.identity, attach.element_bytes)
-            self.rows: RowStore = self.store.open_rows(identity, attach.row_bytes)
+            self.rows: RowStore = self.store.open_rows(identity, attach.row_bytes, attach.facts)
         except BaseException:
             self.store.close()
             raise
@@ -238,6 +240,10 @@ def _attach(request: Request, region_fds: list[int], outbox: Outbox) -> Session:
 
 
 def _maintain(session: Session, stopping: threading.Event) -> None:
-    while not stopping.wait(_RECENCY_FLUSH_S):
-        session.store.flush_recency()
-        session.send_usage()  # the scrubber's figures change without a job
+    for turn in itertools.count(1):
+        if stopping.wait(_STATUS_S):
+            return
+        session.store.write_status()
+        if turn % _STATUS_PER_FLUSH == 0:
+            session.store.flush_recency()
+            session.send_usage()  # the scrubber's figures change without a job

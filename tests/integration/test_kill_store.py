@@ -14,6 +14,7 @@ import pytest
 
 from storage.namespace import Identity
 from storage.options import StoreOptions
+from storage.space import ROOT_OVERHEAD_BYTES
 from storage.store import DiskStore
 from storage.testing.contract import options_for
 from storage.testing.rows import (
@@ -117,7 +118,9 @@ def test_kill_at_random_moments_never_gives_a_wrong_byte(tmp_path: Path) -> None
             usage = store.usage()
             assert bytes_on_disk(options.root) <= usage.used_bytes <= usage.budget_bytes, place
             made = 65536 if rows.directory.exists() else 0
-            assert usage.used_bytes == 32768 + made + pool.charge_bytes * len(pool.numbers), place
+            assert usage.used_bytes == ROOT_OVERHEAD_BYTES + made + pool.charge_bytes * len(
+                pool.numbers
+            ), place
             assert not [name for name in files_under(options.root) if "partial" in name], place
             survivors += len(keys)
             full += len(pool.numbers) == CAPACITY // 4

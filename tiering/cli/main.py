@@ -11,7 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from storage.errors import StorageError
+from tiering.cli.du import du
+from tiering.cli.gc import gc
+from tiering.cli.inspect import inspect
+from tiering.cli.ls import ls
 from tiering.cli.plan import plan
+from tiering.cli.verify import verify
 
 USAGE_ERROR = 2  # exit code of whatever was refused before anything was changed
 
@@ -44,9 +49,6 @@ def kvtier(
     """See and steer a disk-tiered KV cache."""
 
 
-app.command()(plan)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of `arguments` (default: those of the process); its exit code.
 
@@ -73,6 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(message: str) -> None:
     typer.echo(f"kvtier: {' '.join(message.split())}", err=True)
+
+
+for command in (du, ls, inspect, verify, gc, plan):
+    app.command()(command)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tiering.metrics import ALL, Kind
 from tiering.primary import PrimaryTier
 from tiering.region import Region, announce_layers, collect_layers
 from tiering.rows import RowLayout
-from tiering.summary import capacity_line, dedup_line
+from tiering.summary import capacity_line, dedup_line, row_facts
 from tiering.topology import Parallelism
 from tiering.vllm.facts import EngineFacts, identity, row_layers
 from tiering.vllm.manager import VllmManager
@@ -179,7 +179,9 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
             return None
         name = identity(self._vllm_config, self.config, region.layout)
         rows = RegionRows(region.fd, region.rows_offset, region.layout.row_bytes, region.row_count)
-        client = StoreClient(options, name, rows)
+        tokens = [group.tokens_per_block for group in self.config.groups]
+        facts = row_facts(region.layout, tokens)
+        client = StoreClient(options, name, rows, facts=facts)
         client.connect(_CONNECT_TIMEOUT_S)
         log.info(
             "disk store %s: budget %s (%d bytes) for the whole root, namespace %s, %d rows found",

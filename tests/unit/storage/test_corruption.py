@@ -13,6 +13,7 @@ import pytest
 from storage.device import LocalDevice
 from storage.namespace import Identity
 from storage.segment import segment_path
+from storage.space import NAMESPACE_OVERHEAD_BYTES, ROOT_OVERHEAD_BYTES
 from storage.store import DiskStore
 from storage.testing.contract import MARK, StoreHarness
 from storage.testing.faulty import FaultyDevice, Raise
@@ -170,7 +171,9 @@ def test_a_segment_cut_short(harness: StoreHarness, share: float, is_reopened: b
     stored = harness.write(KEYS[:8])
     assert stored.count(OK) == 4 - left
     used = harness.store.usage().used_bytes
-    assert used == 32768 + 65536 + 2 * harness.rows.pool.charge_bytes
+    assert (
+        used == ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 2 * harness.rows.pool.charge_bytes
+    )
     assert bytes_on_disk(harness.options.root) <= used
     harness.reopen()
     assert outcomes(harness, KEYS[:8]) == [OK] * 8
@@ -189,7 +192,7 @@ def test_a_segment_cut_short_that_has_no_room_to_be_whole_is_removed(memory_path
     harness.open()
     assert outcomes(harness, KEYS[:16]).count(OK) == 12
     usage = harness.store.usage()
-    assert usage.used_bytes == 32768 + 65536 + 3 * charge
+    assert usage.used_bytes == ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 3 * charge
     assert bytes_on_disk(harness.options.root) <= usage.used_bytes <= budget
     harness.close()
 
@@ -284,7 +287,10 @@ def test_a_namespace_that_was_half_removed_starts_anew(harness: StoreHarness) ->
         assert outcomes(harness, KEYS[:6]) == [OK] * 6
         usage = harness.store.usage()
         assert usage.segments == 2
-        assert usage.used_bytes == 32768 + 65536 + 2 * harness.rows.pool.charge_bytes
+        assert (
+            usage.used_bytes
+            == ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 2 * harness.rows.pool.charge_bytes
+        )
         harness.close()
     harness.open()
 
@@ -299,7 +305,9 @@ def test_a_segment_that_cannot_be_opened_is_left_alone_and_charged(memory_path: 
     device.add(Raise(errno.EIO), "open", when=lambda op: op.path.parts[-2:] == ("0", "0"))
     harness.open_on(device)
     used = harness.store.usage().used_bytes
-    assert used == 32768 + 65536 + 2 * harness.rows.pool.charge_bytes
+    assert (
+        used == ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 2 * harness.rows.pool.charge_bytes
+    )
     assert outcomes(harness, KEYS[:8]) == [MISSING] * 4 + [OK] * 4
     for key in KEYS[20:32]:
         harness.write([key])

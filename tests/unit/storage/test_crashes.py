@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from storage.device import LocalDevice
 from storage.namespace import Identity
 from storage.segment import segment_path
+from storage.space import ROOT_OVERHEAD_BYTES
 from storage.testing.contract import MARK, StoreHarness, options_for
 from storage.testing.faulty import Crash, Die, FaultyDevice, each_operation
 from storage.testing.power import PowerLossDevice
@@ -85,7 +86,9 @@ def check_after_crash(root: Path, stored: set[RowKey], *, may_lose: bool = False
     usage = harness.store.usage()
     assert bytes_on_disk(root) <= usage.used_bytes <= usage.budget_bytes
     made = 65536 if rows.directory.exists() else 0
-    assert usage.used_bytes == 32768 + made + rows.pool.charge_bytes * len(rows.pool.numbers)
+    assert usage.used_bytes == ROOT_OVERHEAD_BYTES + made + rows.pool.charge_bytes * len(
+        rows.pool.numbers
+    )
     # And it works: as many rows as there is room for.
     for i in range(100, 116, 4):
         assert harness.write([key_of(j) for j in range(i, i + 4)]) == [OK] * 4

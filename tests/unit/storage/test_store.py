@@ -22,6 +22,7 @@ from storage.jobs import JobResult
 from storage.namespace import Identity
 from storage.options import StoreOptions
 from storage.segment import segment_path
+from storage.space import NAMESPACE_OVERHEAD_BYTES, ROOT_OVERHEAD_BYTES
 from storage.store import DiskStore
 from storage.testing.contract import StoreHarness, options_for
 from storage.testing.faulty import FaultyDevice, Raise
@@ -184,7 +185,10 @@ def test_a_segment_that_cannot_be_given_back_stays_charged(memory_path: Path, op
     usage = harness.store.usage()
     on_disk = bytes_on_disk(harness.options.root)
     assert on_disk <= usage.used_bytes
-    assert usage.used_bytes == 32768 + 65536 + (4 if op == "remove" else 2) * charge
+    assert (
+        usage.used_bytes
+        == ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + (4 if op == "remove" else 2) * charge
+    )
     device.faults.clear()
     harness.close()
     harness.open()
@@ -204,7 +208,11 @@ def test_foreign_files_are_charged_and_left_alone(memory_path: Path) -> None:
     (root / "lost+found" / "mine.partial").write_bytes(bytes(10))
     with DiskStore.open(options_for(root, ROW_BYTES, 16)) as store:
         used = store.usage().used_bytes
-        assert 32768 + 65536 + 150_000 <= used <= 32768 + 65536 + 180_000
+        assert (
+            ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 150_000
+            <= used
+            <= ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 180_000
+        )
         rows = store.open_rows(Identity("m", {}), ROW_BYTES)
         rows.write(KEYS, filled_rows(KEYS, ROW_BYTES))
         assert bytes_on_disk(root) <= store.usage().used_bytes <= store.usage().budget_bytes
@@ -233,7 +241,10 @@ def test_stale_namespaces_make_room_oldest_first(memory_path: Path) -> None:
         assert not directories[1].exists()
         assert len(rows) == 24
         assert bytes_on_disk(options.root) <= store.usage().used_bytes
-        assert store.usage().used_bytes == 32768 + 65536 + 6 * rows.pool.charge_bytes
+        assert (
+            store.usage().used_bytes
+            == ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 6 * rows.pool.charge_bytes
+        )
 
 
 def test_a_new_namespace_on_a_full_disk_opens_and_declines(memory_path: Path) -> None:
@@ -261,7 +272,7 @@ def test_a_new_namespace_on_a_full_disk_opens_and_declines(memory_path: Path) ->
 def test_the_least_budget_is_one_row_and_less_is_an_error(
     memory_path: Path, row_bytes: int
 ) -> None:
-    least = 12288 + row_bytes + 4096 + 32768 + 65536 + 32768
+    least = 12288 + row_bytes + 4096 + ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 32768
     options = StoreOptions(memory_path / "root", least, reserve_bytes=0)
     with DiskStore.open(options) as store:
         rows = store.open_rows(Identity("m", {}), row_bytes)
