@@ -96,11 +96,28 @@ class RowIndex:
 
     def withdraw(self, key: RowKey) -> Location:
         """Raises `KeyError` for a key that is not there."""
-        cells, mask = self._cells, self._mask
         hole = self._find(key)
         if hole < 0:
             raise KeyError(key)
-        place = self.place(_number(cells[hole]))
+        place = self.place(_number(self._cells[hole]))
+        self._take_out(hole)
+        return place
+
+    def withdraw_row(self, key: RowKey, number: int) -> None:
+        """`withdraw` a row whose number is known.  Raises `KeyError` if it is not there."""
+        cells, mask = self._cells, self._mask
+        hashed = hash_of(key)
+        wanted = hashed << _HASH_BITS | (number + 1)
+        position = hashed & mask
+        while (cell := cells[position]) != wanted:
+            if not cell:
+                raise KeyError(key)
+            position = (position + 1) & mask
+        self._take_out(position)
+
+    def _take_out(self, hole: int) -> None:
+        """Empty a cell, so that every other is still found."""
+        cells, mask = self._cells, self._mask
         self._count -= 1
         position = (hole + 1) & mask
         while cell := cells[position]:
@@ -110,7 +127,6 @@ class RowIndex:
                 hole = position
             position = (position + 1) & mask
         cells[hole] = 0
-        return place
 
     def _find(self, key: bytes) -> int:
         """Position of its cell, or -1."""

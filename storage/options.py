@@ -16,7 +16,7 @@ class StoreOptions:
     budget_bytes: int
     segment_bytes: int | None = None
     """About how large a new namespace's segments are; None: chosen from the budget."""
-    io_threads: int = 4  # 1 to 4 saturate a drive; more only add latency
+    io_threads: int = 8  # 3 to 4 saturate a drive; the others check and publish meanwhile
     write_threads: int | None = None
     """Of the I/O threads, how many may write at once; None: all but one."""
     reserve_bytes: int | None = None

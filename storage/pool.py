@@ -19,7 +19,7 @@ from storage.device import Device, exists, replace_file
 from storage.engine import IoEngine
 from storage.errors import DeviceError
 from storage.facts import RowFacts
-from storage.header import SegmentGeometry
+from storage.header import SegmentGeometry, key_of
 from storage.namespace import METADATA, Identity, namespace_metadata, rows_metadata
 from storage.options import StoreOptions
 from storage.quarantine import Quarantine
@@ -31,7 +31,7 @@ from storage.space import (
     Space,
     limit_of,
 )
-from storage.types import Location, SegmentId, SlotId
+from storage.types import Location, SegmentId
 
 log = logging.getLogger("kvtier.storage")
 
@@ -122,7 +122,9 @@ class SegmentPool:
     def key(self, number: int) -> bytes:
         """Which row the tables have in a slot that is named, by its number in zarr's array."""
         segment, slot = divmod(number, self._slots_per_segment)
-        return self._segments[SegmentId(segment)].key(SlotId(slot))
+        key = key_of(self._segments[SegmentId(segment)].entries, slot)
+        assert key is not None, f"segment {segment} slot {slot} has no row"
+        return key
 
     @property
     def numbers(self) -> list[SegmentId]:

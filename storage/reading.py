@@ -30,7 +30,7 @@ log = logging.getLogger("kvtier.storage")
 # Of a read: the fault is in this place on the disk, and stays there until it is overwritten.
 _BAD_PLACE_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
 
-_CALL_BYTES = 8 << 20  # to the device at once: more gains nothing, and holds up who waits behind
+_CALL_BYTES = 4 << 20  # to the device at once: more gains nothing, and holds up who waits behind
 
 ReadError = CorruptRecord | DeviceError
 

@@ -500,7 +500,12 @@ class RowStore:
         policy = self._policies[size_class]
         numbers = policy.victims(count, lambda number: self._must_stay(part, number))
         victims = [self._key(number) for number in numbers]
-        places = sorted(self._withdraw(key, policy, free=False) for key in victims)
+        for key, number in zip(victims, numbers, strict=True):
+            self._index.withdraw_row(key, number)
+            policy.remove(number)
+        places = [self._index.place(number) for number in sorted(numbers)]
+        for place in places:
+            self.pool.withdraw(place, free=False)
         self.counters.rows_evicted += len(victims)
         self._ask_after[size_class] -= len(victims)
         self._announce((), victims)
@@ -651,12 +656,10 @@ class RowStore:
         """Of a published row, by its number."""
         return RowKey(self.pool.key(number))
 
-    def _withdraw(
-        self, key: RowKey, policy: LeastRecentlyUsedRows | None = None, *, free: bool
-    ) -> Location:
+    def _withdraw(self, key: RowKey, *, free: bool) -> Location:
         """Take a row out of index, policy and table; its slot is free, or the caller's."""
         place = self._index.withdraw(key)
-        (policy or self._policy_at(place)).remove(self._index.number(place))
+        self._policy_at(place).remove(self._index.number(place))
         self.pool.withdraw(place, free=free)
         return place
 

@@ -27,7 +27,7 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Physical bytes that everything under `root` may use, over all models."""
     segment_size: str | int | None = None
     """About how large one file of a new namespace is.  Default: budget / 512, 4 MiB to 1 GiB."""
-    io_threads: int = 4
+    io_threads: int = 8
     """Threads that read and write; at least 1."""
     write_threads: int | None = None
     """Of these, how many may write at once.  Default: all but one, so that reads find one."""

@@ -32,6 +32,9 @@ def test_publish_and_withdraw() -> None:
         index.publish(A, PLACE)
     with pytest.raises(KeyError):
         index.withdraw(B)
+    for key, number in ((B, 6), (A, 5)):
+        with pytest.raises(KeyError):
+            index.withdraw_row(key, number)
     assert index.withdraw(A) == PLACE
     assert len(index) == 0
 
@@ -87,7 +90,10 @@ def test_any_history_matches_a_dict(
                 index.publish(key, place)
                 model[key] = place
             elif not is_publish and key in model:
-                assert index.withdraw(key) == model.pop(key)
+                if number % 2:
+                    assert index.withdraw(key) == model.pop(key)
+                else:
+                    index.withdraw_row(key, index.number(model.pop(key)))
                 del tables[place]
             assert len(index) == len(model)
         for key in keys:

@@ -52,7 +52,7 @@ def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
         (_with({"root": " "}), "disk.root", "' '"),
         (_with({"root": 3}), "disk.root", "3"),
         (_with({"io_threads": 0}), "disk.io_threads", "0"),
-        (_with({"write_threads": 5}), "disk.write_threads", "5"),
+        (_with({"write_threads": 9}), "disk.write_threads", "9"),
         (_with({"write_queue": 0}), "disk.write_queue", "0"),
         (_with({"read_timeout_s": 0}), "disk.read_timeout_s", "0.0"),
         (_with({"write_timeout_s": -1}), "disk.write_timeout_s", "-1.0"),
