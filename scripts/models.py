@@ -14,6 +14,7 @@ from storage.types import PAGE_BYTES, round_up
 ROOT = Path(__file__).resolve().parents[1]
 MODELS_DIR = ROOT / ".cache" / "models"
 MAX_LEN_TOKENS = 4096  # prompt and answer together
+RECALL_MAX_LEN_TOKENS = 2048
 
 # The CPU rotary kernel is wrong for tiny MLA heads; vLLM's plain torch one is exact.
 MLA_FLAGS = ("--compilation-config", '{"custom_ops":["-rotary_embedding"]}')
@@ -21,7 +22,8 @@ MLA_FLAGS = ("--compilation-config", '{"custom_ops":["-rotary_embedding"]}')
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
-    """How one model is made and served. `trained` is False for random weights."""
+    """How one model is made and served. `trained` is False where a question in words is answered
+    with nonsense: weights are random, or for another task."""
 
     name: str
     block_size_tokens: int
@@ -130,6 +132,14 @@ MODELS: Mapping[str, ModelPreset] = {
         # One KV head: all ranks hold the same.
         ModelPreset("tiny-mqa", 32, trained=False),
         ModelPreset("tiny-qwen3", 32, trained=False),
+        # Trained for key-value recall and nothing else; scripts/lm_eval_runs.py scores them.
+        ModelPreset(
+            *("recall-mla", 16),
+            trained=False,
+            max_model_len_tokens=RECALL_MAX_LEN_TOKENS,
+            serve_flags=MLA_FLAGS,
+        ),
+        ModelPreset("recall-gqa", 32, trained=False, max_model_len_tokens=RECALL_MAX_LEN_TOKENS),
     )
 }
 

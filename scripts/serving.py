@@ -125,6 +125,15 @@ class Metrics:
             if found == name and labels.items() <= has.items()
         )
 
+    def buckets(self, name: str) -> dict[float, float]:
+        """A histogram's cumulative counts by upper bound, ascending; empty if there is none."""
+        counts: dict[float, float] = {}
+        for found, labels, value in self._samples:
+            if found == f"{name}_bucket":
+                bound = float(labels["le"])
+                counts[bound] = counts.get(bound, 0.0) + value
+        return dict(sorted(counts.items()))
+
 
 def free_port() -> int:
     """A TCP port of the loopback that was free a moment ago."""

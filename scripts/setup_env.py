@@ -1,4 +1,5 @@
 """Set up `.venv` in two stages: `core` is what `make check` needs, `vllm` adds a vLLM for the CPU.
+A third, `eval`, sets up `.venv-eval` with lm_eval, whose dependencies vLLM's must not meet.
 
 Standard library only, since it runs before anything is installed. Prints one line per step; pip's
 own words go to `.venv/setup.log` and are shown only when a step fails. The Makefile keeps a stamp
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
+EVAL_PYTHON = ROOT / ".venv-eval" / "bin" / "python"
 
 PYTHON_MIN = (3, 11)
 TORCH = "torch==2.13.0"  # before everything else: a bare `torch` would choose another build
@@ -67,10 +70,10 @@ def run(command: Sequence[str | Path], what: str) -> None:
         raise SetupError(f"{tail}\n{what} failed (exit code {code}); the whole log is {LOG}")
 
 
-def pip_install(what: str, *args: str | Path) -> None:
+def pip_install(what: str, *args: str | Path, python: Path = PYTHON) -> None:
     started = time.monotonic()
     print(f"  {what} ...", end="", flush=True)
-    command = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off")
+    command = (python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off")
     try:
         run((*command, "--no-compile", *args), what)  # compile_bytecode does it on all cores
     except SetupError:
@@ -125,17 +128,18 @@ def require_ensurepip() -> None:
             )
 
 
-def make_venv() -> None:
+def make_venv(python: Path = PYTHON) -> None:
     """Make the venv, or make it again when its interpreter is gone or has no pip."""
     if (
-        PYTHON.exists()
-        and subprocess.run((PYTHON, "-c", "import pip"), check=False).returncode == 0
+        python.exists()
+        and subprocess.run((python, "-c", "import pip"), check=False).returncode == 0
     ):
         return
     require_ensurepip()
-    print("  venv in .venv", flush=True)
+    venv = python.parents[1]
+    print(f"  venv in {venv.name}", flush=True)
     done = subprocess.run(
-        (sys.executable, "-m", "venv", "--clear", VENV), check=False, capture_output=True, text=True
+        (sys.executable, "-m", "venv", "--clear", venv), check=False, capture_output=True, text=True
     )
     if done.returncode != 0:
         raise SetupError(f"{done.stdout}{done.stderr}python -m venv failed")
@@ -166,7 +170,14 @@ def vllm() -> None:
     compile_bytecode()
 
 
-STAGES = {"core": core, "vllm": vllm}
+def evaluations() -> None:
+    """lm_eval as a program of its own: it asks a server by HTTP, and needs no torch for that."""
+    make_venv(EVAL_PYTHON)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pip_install("lm_eval", *project["optional-dependencies"]["eval"], python=EVAL_PYTHON)
+
+
+STAGES = {"core": core, "vllm": vllm, "eval": evaluations}
 
 
 def main() -> int:

@@ -41,6 +41,10 @@ RANK_TIMEOUT_S = 60.0  # for one command of a rank, generous for a loaded machin
 PARENT_CHECK_S = 1.0  # how long a rank may outlive a killed engine
 STEP_S = 0.0005  # of a scheduler with nothing to do
 
+# Of four bf16 numbers: sign, the exponent's last three bits and the fraction; and of the exponents'
+# other bits those that make it 2^-7 to 1.
+_BF16_DRAWN, _BF16_SET = np.uint64(0x83FF83FF83FF83FF), np.uint64(0x3C003C003C003C00)
+
 
 class RankFailed(Exception):
     """A rank process died or reported an error."""
@@ -57,6 +61,8 @@ class EngineShape:
     region_bytes: int = 64 << 20
     dedup: bool = True
     """False: every rank's pages stand in the row, as if nothing were known of replicas."""
+    as_bf16: bool = False
+    """Pages are bf16 numbers that a codec finds something in, not noise."""
 
     @property
     def layout(self) -> RowLayout:
@@ -67,7 +73,8 @@ class EngineShape:
 def identity_of(shape: EngineShape, model: str = "simulated") -> Identity:
     """Of the pattern's bytes: the same for every TP where all layers are single copies."""
     layout = shape.layout
-    return Identity(model, {**row_identity(layout), "blocks_per_chunk": layout.blocks_per_chunk})
+    fields = {**row_identity(layout), "blocks_per_chunk": layout.blocks_per_chunk}
+    return Identity(model, fields, element_bytes=2 if shape.as_bf16 else 1)
 
 
 def chunk_key(prefix: str, index: int) -> RowKey:
@@ -75,10 +82,18 @@ def chunk_key(prefix: str, index: int) -> RowKey:
     return RowKey(hashlib.sha256(f"{prefix}/{index}".encode()).digest() + bytes(4))
 
 
-def page(key: bytes, layer: int, shard: int, block: int, page_bytes: int) -> Bytes:
-    """What a rank with `shard` of `layer` would have computed for a block: uint8[page_bytes]."""
+def page(
+    key: bytes, layer: int, shard: int, block: int, page_bytes: int, *, as_bf16: bool = False
+) -> Bytes:
+    """What a rank with `shard` of `layer` would have computed for a block: uint8[page_bytes].
+
+    `as_bf16` makes it bf16 numbers with signs and fractions drawn and exponents close together, as
+    those of KV are: 11 bits of 16 are noise.
+    """
     seed = zlib.crc32(key + bytes((layer, shard, block)))
     words = np.random.SFC64(seed).random_raw(-(-page_bytes // 8))
+    if as_bf16:
+        words = words & _BF16_DRAWN | _BF16_SET
     return words.view(np.uint8)[:page_bytes]
 
 
@@ -117,7 +132,9 @@ class _Rank:
             key, block = blocks.keys[position // per_chunk], position % per_chunk
             for index, layer in enumerate(self.layout.layers):
                 shard = layer.shard_of(self.rank)
-                expected = page(key, index, shard, block, layer.page_bytes)
+                expected = page(
+                    *(key, index, shard, block, layer.page_bytes), as_bf16=self.shape.as_bf16
+                )
                 yield self.tensors[index][block_id].numpy().view(np.uint8), expected
 
     def compute(self, blocks: RankBlocks) -> int:

@@ -17,16 +17,15 @@ from rich.table import Table
 from scripts.demo.scaled_work import DISK_BYTES, WorkResult
 
 GB = 10**9
-_COLOURS = {False: "#c44e52", True: "#2a6f97"}
-_NAMES = {False: "without dedup: every rank's pages in the row", True: "with dedup"}
-_BAR = 0.38
+_COLOURS = ("#c44e52", "#2a6f97", "#6a994e")  # of the variants, in the order of the results
+_BARS = 0.76  # width of all bars of a model
 
 
 def table(results: Sequence[WorkResult], scale: float) -> Table:
     """`disk used` and `needed` are scaled back to the full disk."""
     found = Table("model", title=f"sizes scaled back by {scale:g}")
     found.add_column("TP", justify="right")
-    found.add_column("dedup")
+    found.add_column("stored")
     for title in ("row bytes", "needed", "disk used", "% of disk"):
         found.add_column(title, justify="right")
     found.add_column("state at the end")
@@ -37,11 +36,12 @@ def table(results: Sequence[WorkResult], scale: float) -> Table:
         "failed\nI/O",
     ):
         found.add_column(title, justify="right")
-    for result in results:
+    for result, follower in zip(results, [*results[1:], None], strict=True):
+        is_last = follower is None or follower.model != result.model
         found.add_row(
             result.model,
             str(result.tp),
-            "on" if result.dedup else "off",
+            result.variant,
             f"{result.row_bytes:,}",
             f"{result.needed_bytes * scale / GB:.0f} GB",
             f"{result.used_bytes * scale / GB:.1f} GB",
@@ -51,7 +51,7 @@ def table(results: Sequence[WorkResult], scale: float) -> Table:
             f"{100 * result.hit_rate:.1f} %",
             str(result.wrong_bytes),
             str(result.errors),
-            end_section=result.dedup,
+            end_section=is_last,
         )
     return found
 
@@ -73,8 +73,9 @@ def draw(results: Sequence[WorkResult], scale: float, file: Path) -> None:
     )
     _draw_disk(disk, results, scale)
     _draw_hits(hits, results)
-    handles = [Patch(color=_COLOURS[dedup], label=_NAMES[dedup]) for dedup in (False, True)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+    variants = _variants(results)
+    handles = [Patch(color=c, label=v) for c, v in zip(_COLOURS, variants, strict=False)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(
         f"The same work on a disk of {DISK_BYTES // GB} GB (run at 1/{scale:g} of the size)",
         fontsize=13,
@@ -128,8 +129,10 @@ def _bar(
     *,
     is_inside: bool = False,
 ) -> None:
-    at = _models(results).index(result.model) + (_BAR if result.dedup else -_BAR) / 2
-    axes.bar(at, height, _BAR - 0.02, color=_COLOURS[result.dedup])
+    variants = _variants(results)
+    width, index = _BARS / len(variants), variants.index(result.variant)
+    at = _models(results).index(result.model) + (index + 0.5) * width - _BARS / 2
+    axes.bar(at, height, width - 0.02, color=_COLOURS[index])
     axes.annotate(
         label,
         (at, height),
@@ -147,6 +150,10 @@ def _name_models(axes: Axes, results: Sequence[WorkResult]) -> None:
     names = [f"{model}\nTP {tp[model]}".replace("DeepSeek-", "DeepSeek\n") for model in tp]
     axes.set_xticks(range(len(tp)), names, size=9)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _variants(results: Sequence[WorkResult]) -> list[str]:
+    return list(dict.fromkeys(result.variant for result in results))
 
 
 def _models(results: Sequence[WorkResult]) -> list[str]:

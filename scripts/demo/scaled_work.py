@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scripts.demo.small_disk import disk_space
 from scripts.simulated_engine import EngineShape, Served, SimulatedEngine, chunk_key
+from storage.codec import NO_CODEC
 from storage.options import StoreOptions
 from storage.service.messages import Usage
 from storage.types import RowKey
@@ -53,6 +54,7 @@ class WorkResult:
     model: str
     tp: int
     dedup: bool
+    codec: str
     row_bytes: int
     chunks: int
     disk_bytes: int
@@ -71,20 +73,35 @@ class WorkResult:
 
     @property
     def needed_bytes(self) -> int:
-        """What the rows of all chunks weigh."""
+        """What the rows of all chunks weigh, without a codec."""
         return self.chunks * self.row_bytes
 
+    @property
+    def variant(self) -> str:
+        """How the rows were stored."""
+        dedup = "with dedup" if self.dedup else "without dedup"
+        return dedup if self.codec == NO_CODEC else f"{dedup}, {self.codec}"
 
-def run_work(work: Work, disk: Path, scale: float, *, dedup: bool) -> WorkResult:
+
+def run_work(
+    work: Work, disk: Path, scale: float, *, dedup: bool, codec: str = NO_CODEC
+) -> WorkResult:
     """Serve the work twice, the second time with an engine whose region is empty.
 
     `disk` is an empty file system.  Requests come in another order each time, as those of many
-    clients do; and an LRU asked in the order in which it was filled would find nothing.
+    clients do; and an LRU asked in the order in which it was filled would find nothing.  Under
+    a codec pages are bf16 numbers; without one it makes no difference what they are.
     """
     preset = load_preset(work.preset)
     (tp,) = preset.tp
     per_request = work.chunks_per_request
-    shape = EngineShape(tuple(preset.facts(tp)), tp=tp, device_blocks=2 * per_request, dedup=dedup)
+    shape = EngineShape(
+        tuple(preset.facts(tp)),
+        tp=tp,
+        device_blocks=2 * per_request,
+        dedup=dedup,
+        as_bf16=codec != NO_CODEC,
+    )
     row_bytes = shape.layout.row_bytes
     shape = replace(shape, region_bytes=2 * per_request * row_bytes)
     options = StoreOptions(
@@ -92,6 +109,8 @@ def run_work(work: Work, disk: Path, scale: float, *, dedup: bool) -> WorkResult
         budget_bytes=_BUDGET_TIMES_DISK * disk_space(disk).size_bytes,
         segment_bytes=int(SEGMENT_BYTES / scale),
         reserve_bytes=0,
+        codec=codec,
+        codec_always=codec != NO_CODEC,  # for room, not for speed
     )
     keys = [chunk_key(preset.model, index) for index in range(round(work.chunks / scale))]
     requests = [keys[i : i + per_request] for i in range(0, len(keys), per_request)]
@@ -106,6 +125,7 @@ def run_work(work: Work, disk: Path, scale: float, *, dedup: bool) -> WorkResult
         preset.model,
         tp,
         dedup,
+        codec,
         row_bytes,
         len(keys),
         space.size_bytes,

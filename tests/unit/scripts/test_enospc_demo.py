@@ -72,7 +72,7 @@ def test_bad_input_is_one_line_before_anything_is_mounted(
 
 def results() -> list[WorkResult]:
     full = WorkResult(
-        *("DeepSeek-V4-Flash", 8, False, 40_103_936, 30, 900 * 10**6, 890 * 10**6),
+        *("DeepSeek-V4-Flash", 8, False, "none", 40_103_936, 30, 900 * 10**6, 890 * 10**6),
         *("full", "file system has 10 MB left", 2, 0.125, 0, 0),
     )
     fits = replace(
