@@ -15,6 +15,7 @@ from tiering.cli.du import du
 from tiering.cli.gc import gc
 from tiering.cli.inspect import inspect
 from tiering.cli.ls import ls
+from tiering.cli.metrics import metrics
 from tiering.cli.plan import plan
 from tiering.cli.verify import verify
 
@@ -77,7 +78,7 @@ def _refuse(message: str) -> None:
     typer.echo(f"kvtier: {' '.join(message.split())}", err=True)
 
 
-for command in (du, ls, inspect, verify, gc, plan):
+for command in (du, ls, inspect, verify, gc, plan, metrics):
     app.command()(command)
 
 

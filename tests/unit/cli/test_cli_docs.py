@@ -23,6 +23,7 @@ from storage.testing.rows import key_of, row_of
 from storage.types import SlotId
 from tiering.cli.main import app
 from tiering.config import Config, DiskSettings, Settings
+from tiering.exporter import STANDALONE
 from tiering.metrics import ALL, Kind
 from tiering.traces import read_trace
 
@@ -47,7 +48,8 @@ def test_docs_name_settings_metrics_and_commands_that_are_there(page: Path) -> N
     text = page.read_text()
     settings = {field.encode_name for field in msgspec.structs.fields(DiskSettings)}
     assert set(re.findall(r"`disk\.(\w+)`", text)) <= settings
-    metrics = {m.name + ("_total" if m.kind is Kind.COUNTER else "") for m in ALL}
+    exported = (*ALL, *STANDALONE)
+    metrics = {m.name + ("_total" if m.kind is Kind.COUNTER else "") for m in exported}
     assert set(re.findall(r"kvtier:\w+", text)) <= metrics
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert set(re.findall(r"^ {4,}kvtier (\w+)", text, re.MULTILINE)) <= commands
