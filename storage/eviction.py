@@ -174,6 +174,23 @@ class LeastRecentlyUsedRows:
         self._links.newer[row] = _ABSENT
         self._count -= 1
 
+    def replace(self, row: int, other: int) -> None:
+        """`row` has the number `other` from now on, and is as recent as it was."""
+        assert other not in self._links, f"{other} is there already"
+        links = self._links
+        links.grow(other + 1)
+        newer, older = links.newer[row], links.older[row]
+        links.newer[other], links.older[other] = newer, older
+        if older == _END:
+            self._oldest = other
+        else:
+            links.newer[older] = other
+        if newer == _END:
+            self._newest = other
+        else:
+            links.older[newer] = other
+        links.newer[row] = _ABSENT
+
     def victims(self, count: int, is_pinned: Callable[[int], bool]) -> list[int]:
         """Up to `count` rows that may go, least recent first.  They stay until removed."""
         return list(islice((row for row in self if not is_pinned(row)), count))

@@ -184,6 +184,10 @@ class RowIndex:
     def place_is_pinned(self, place: Location) -> bool:
         return place in self._pins
 
+    def has_pins_in(self, segment: SegmentId) -> bool:
+        """Whether rows of a segment are being read."""
+        return any(place.segment == segment for place in self._pins)
+
     @property
     def pin_count(self) -> int:
         return sum(self._pins.values())

@@ -33,6 +33,8 @@ class RowCounters(CodecCounters):
     declined_twice: int = 0  # the same key is being written by another job
     writes_failed: int = 0  # those that hang included
     rows_evicted: int = 0  # for other rows of the namespace
+    rows_given_up: int = 0  # with segments that went: a smaller budget, another namespace, no file
+    rows_moved: int = 0  # out of segments that went
     rows_scrubbed: int = 0  # verified by the scrubber
     rows_scrubbed_corrupt: int = 0  # of these
     scrub_passes: int = 0  # over all rows of the namespace

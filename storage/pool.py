@@ -56,8 +56,16 @@ class Owner(Protocol):
         """A row that was found was last used then, under the lock."""
         ...
 
-    def make_room(self, size_bytes: int) -> bool:
-        """Charge `size_bytes`, once stale namespaces gave up what they must; False if refused."""
+    def may_grow(self, pool: SegmentPool) -> bool:
+        """Whether one more segment is worth a try now, under the lock."""
+        ...
+
+    def make_room(self, size_bytes: int, asker: SegmentPool) -> bool:
+        """Charge `size_bytes` once others gave up what they must; False if refused."""
+        ...
+
+    def note_external_removals(self, count: int) -> None:
+        """Somebody removed the files of so many segments."""
         ...
 
 
@@ -106,6 +114,7 @@ class SegmentPool:
         }
         self._going: set[SegmentId] = set()  # no slot of theirs is given out any more
         self._slots_per_segment = geometry.slots_per_segment
+        self._claimed: set[SegmentId] = set()  # of these, those that somebody removes now
         self._left_alone: set[SegmentId] = set()  # there, charged, and not usable
         self._metadata_count = 0  # of segments, as the array's metadata says
         self._growth = threading.RLock()
@@ -169,7 +178,7 @@ class SegmentPool:
     def adopt(self, segment: Segment) -> None:
         """Take over a segment that was found on disk."""
         self._segments[segment.id] = segment
-        if segment.free_count:
+        if segment.has_free:
             self._with_free[segment.geometry][segment.id] = segment
 
     def leave_alone(self, number: SegmentId) -> None:
@@ -180,12 +189,6 @@ class SegmentPool:
         """The array's metadata says so many segments."""
         self._metadata_count = segment_count
 
-    def coldest(self) -> SegmentId | None:
-        """The segment whose most recent row was used longest ago; None if there is none."""
-        if not self._segments:
-            return None
-        return min(self._segments, key=lambda number: (self._segments[number].last_use, number))
-
     def retire(self, number: SegmentId) -> None:
         """Give out no more slots of a segment, under the lock: `remove` follows once it is idle."""
         self._going.add(number)
@@ -194,9 +197,37 @@ class SegmentPool:
     def is_going(self, number: SegmentId) -> bool:
         return number in self._going
 
-    def is_unused(self, number: SegmentId) -> bool:
-        """Whether a segment holds no row and nobody writes to it, under the lock."""
-        return self._segments[number].free_count == self.geometry.slots_per_segment
+    @property
+    def going(self) -> list[SegmentId]:
+        """Retired, and nobody has claimed them for removal yet.  Under the owner's lock."""
+        return sorted(self._going - self._claimed)
+
+    @property
+    def has_going(self) -> bool:
+        return len(self._going) > len(self._claimed)
+
+    def claim(self, number: SegmentId) -> None:
+        """The caller removes a retired segment, and nobody else.  Under the owner's lock."""
+        self._claimed.add(number)
+
+    def count_free(self, size_class: SegmentGeometry) -> int:
+        """Slots of a class that `take_free` could give.  Under the owner's lock."""
+        return sum(segment.takeable_count for segment in self._with_free[size_class].values())
+
+    def distrust(self, places: Iterable[Location]) -> None:
+        """Writes to these slots have failed, others not.  Under the owner's lock."""
+        for place in places:
+            segment = self._segments[place.segment]
+            segment.distrust(place.slot)
+            if not segment.has_free:
+                self._with_free[segment.geometry].pop(place.segment, None)
+
+    def trust_again(self) -> None:
+        """Give slots that failed once another chance.  Under the owner's lock."""
+        for number, segment in self._segments.items():
+            segment.trust_again()
+            if segment.has_free and number not in self._going:
+                self._with_free[segment.geometry][number] = segment
 
     def remove(self, number: SegmentId, *, keep_charge: bool = False) -> None:
         """Give a retired segment without rows or I/O back to the file system, and its charge; or
@@ -207,6 +238,7 @@ class SegmentPool:
         with self._owner.lock:
             segment = self._segments.pop(number)
             self._going.discard(number)
+            self._claimed.discard(number)
             self._left_alone.add(number)  # nobody makes a new one of that name meanwhile
         segment.remove()
         with self._owner.lock:
@@ -225,7 +257,7 @@ class SegmentPool:
         while with_free and len(places) < count:
             number, segment = next(iter(with_free.items()))
             places += [Location(number, slot) for slot in segment.take_free(count - len(places))]
-            if not segment.free_count:
+            if not segment.has_free:
                 del with_free[number]
         return places
 
@@ -233,7 +265,7 @@ class SegmentPool:
         """Take what stands in a slot out of the table; the slot is free, or the caller's."""
         segment = self._segments[place.segment]
         segment.withdraw(place.slot, free=free)
-        if free and place.segment not in self._going:
+        if segment.has_free and place.segment not in self._going:
             self._with_free[segment.geometry][place.segment] = segment
 
     # -- growing --------------------------------------------------------------------------------
@@ -245,11 +277,11 @@ class SegmentPool:
             with owner.lock:
                 if self._with_free[size_class]:
                     return Growth.MADE
-                if not owner.space.may_grow():
+                if not owner.may_grow(self):
                     return Growth.REFUSED
             charge = self._charge_of_next(size_class)
             if self._charged_ahead < charge:
-                if not owner.make_room(charge - self._charged_ahead):
+                if not owner.make_room(charge - self._charged_ahead, self):
                     return Growth.REFUSED
                 self._charged_ahead = charge
             growth = self._make(size_class)
@@ -283,6 +315,7 @@ class SegmentPool:
                 leaving = give_up(needed) if needed > 0 else ()
                 for number in leaving:
                     self.retire(number)
+                    self.claim(number)
             if needed > 0 and not leaving:
                 return False
             for number in leaving:
@@ -322,7 +355,8 @@ class SegmentPool:
     def _make(self, size_class: SegmentGeometry) -> Growth:
         """Make the segment that was charged ahead.  Holding the lock of growth."""
         owner = self._owner
-        taken = self._segments.keys() | self._left_alone
+        with owner.lock:
+            taken = self._segments.keys() | self._left_alone
         number = SegmentId(next(i for i in range(len(taken) + 1) if i not in taken))
         try:
             if self._is_new:

@@ -13,22 +13,23 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
+from storage.catalog import Catalog
 from storage.checksum import TRAILER_BYTES, crc32c
 from storage.device import aligned_buffer
 from storage.errors import CorruptRecord, DeviceError
 from storage.header import Record
-from storage.index import RowIndex
 from storage.jobs import Part, RowCounters
 from storage.namespace import Json
-from storage.pool import Owner, SegmentPool
+from storage.pool import Owner
 from storage.record import ReadRow, fault_of
 from storage.segment import ROWS_PER_CALL, Segment, runs
 from storage.types import Location, RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.storage")
 
-# Of a read: the fault is in this place on the disk, and stays there until it is overwritten.
-_BAD_PLACE_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
+# Of a read: the fault is in this place on the disk, and stays there until it is overwritten; of a
+# write it may be in the place.
+BAD_PLACE_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
 
 _CALL_BYTES = 4 << 20  # to the device at once: more gains nothing, and holds up who waits behind
 
@@ -38,23 +39,20 @@ ReadError = CorruptRecord | DeviceError
 class RowReader:
     """Reads the rows of one namespace; its methods run on I/O threads.
 
-    `drop` takes rows out of index, policy and table, under the lock; what stands in their slots
-    is the reader's, to give back.
+    A row that is dropped leaves its slot to the reader, which gives it back once it is kept.
     """
 
     def __init__(
         self,
         owner: Owner,
-        pool: SegmentPool,
-        index: RowIndex,
+        catalog: Catalog,
         counters: RowCounters,
-        drop: Callable[[Sequence[RowKey]], None],
     ) -> None:
         self._owner = owner
-        self._pool = pool
-        self._index = index
+        self._catalog = catalog
+        self._pool = catalog.pool
+        self._index = catalog.index
         self._counters = counters
-        self._drop = drop
         self._keeping = threading.Lock()  # of the quarantine, which is one for the root
 
     def read_part(self, part: Part) -> None:
@@ -174,13 +172,13 @@ class RowReader:
                     report(position, RowOutcome.CORRUPT)
                 else:
                     report(position, RowOutcome.FAILED)
-                    space.read_failed(error.errno)
-                    if error.errno not in _BAD_PLACE_ERRNOS:
+                    space.place_failed(error.errno)
+                    if error.errno not in BAD_PLACE_ERRNOS:
                         continue
                 # Another reader of the same row may have dropped it already, or does so next.
                 if self._index.get(key) == place and not self._index.place_is_pinned(place):
                     dropped[key] = place, segment.record(place.slot)
-            self._drop(list(dropped))
+            self._catalog.drop(list(dropped))
         for key, error in bad:
             what = "dropped" if key in dropped else "could not read"
             log.warning("%s row %s: %s", what, key.hex(), error)

@@ -27,25 +27,28 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from storage.catalog import Catalog
 from storage.codec import RowCodec
 from storage.engine import Queue, Task
 from storage.errors import DeviceError
-from storage.eviction import LeastRecentlyUsedRows, RowLinks, is_colder_by_far
+from storage.eviction import is_colder_by_far
 from storage.header import Record, SegmentGeometry
-from storage.index import Hashes, Numbers, RowIndex, hashes_of
+from storage.index import Hashes, Numbers, hashes_of
 from storage.jobs import Job, JobResult, Part, RowCounters, wait
+from storage.mover import Mover
 from storage.namespace import Identity
-from storage.pool import Growth, Owner, SegmentPool
-from storage.reading import RowReader, stretches
+from storage.pool import Growth, Owner, SegmentPool, charge_of
+from storage.reading import BAD_PLACE_ERRNOS, RowReader, stretches
 from storage.segment import Segment
+from storage.sharing import Holding
 from storage.space import is_full
 from storage.types import MAX_KEY_BYTES, STORED, Location, RowKey, RowOutcome, SegmentId, SlotId
 
@@ -90,24 +93,28 @@ class RowStore:
         self.geometry = geometry
         self.directory = directory
         self.counters = RowCounters()
-        self.on_change: Callable[[Sequence[RowKey], Sequence[RowKey]], None] | None = None
-        """Called with (published, withdrawn) keys, in order, under the store's lock."""
         self._owner = owner
         self.pool = SegmentPool(owner, directory, identity, geometry, codec, is_new=is_new)
         self._codec = codec
-        self._index = RowIndex(geometry.slots_per_segment, self.pool.key)
-        links = RowLinks()
-        self._policies = {
-            size_class: LeastRecentlyUsedRows(links) for size_class in self.pool.classes
-        }
+        self._catalog = Catalog(self.pool)
         # How many rows each class gives before others are asked for a segment again.
         self._ask_after = dict.fromkeys(self.pool.classes, 0)
         self._writing: set[RowKey] = set()
-        self._reader = RowReader(owner, self.pool, self._index, self.counters, self._drop)
+        self._reader = RowReader(owner, self._catalog, self.counters)
+        self.mover = Mover(owner, self._catalog, self.counters)
 
     @property
     def row_bytes(self) -> int:
         return self.geometry.row_bytes
+
+    @property
+    def on_change(self) -> Callable[[Sequence[RowKey], Sequence[RowKey]], None] | None:
+        """Called with (published, withdrawn) keys, in order, under the store's lock."""
+        return self._catalog.on_change
+
+    @on_change.setter
+    def on_change(self, call: Callable[[Sequence[RowKey], Sequence[RowKey]], None] | None) -> None:
+        self._catalog.on_change = call
 
     # -- opening, by DiskStore; no I/O is under way --------------------------------------------
 
@@ -122,7 +129,7 @@ class RowStore:
         for segment, slots in zip(segments, named, strict=True):
             self.pool.adopt(segment)
             start, stop = stop, stop + len(slots)
-            first = self._index.number(Location(segment.id, SlotId(0)))
+            first = self._catalog.index.number(Location(segment.id, SlotId(0)))
             numbers[start:stop] = first + slots
             uses[start:stop] = segment.entries["last_use"][slots]
             hashes[start:stop] = hashes_of(segment.entries["key"][slots].tolist())
@@ -131,10 +138,10 @@ class RowStore:
         numbers, hashes = numbers[recent_first], hashes[recent_first]
         is_kept = self._withdraw_twins(numbers, hashes)
         numbers, hashes = numbers[is_kept], hashes[is_kept]
-        self._index.load(hashes, numbers)
+        self._catalog.index.load(hashes, numbers)
         oldest_first = numbers[::-1]
         stands_in = oldest_first // self.geometry.slots_per_segment
-        for size_class, policy in self._policies.items():
+        for size_class, policy in self._catalog.policies.items():
             of_class = [s for s in self.pool.numbers if self.pool[s].geometry == size_class]
             policy.load(oldest_first[np.isin(stands_in, of_class)])
 
@@ -151,58 +158,41 @@ class RowStore:
             number = int(numbers[position])
             key = self.pool.key(number)
             if key in seen:
-                self.pool.withdraw(self._index.place(number), free=True)
+                self.pool.withdraw(self._catalog.index.place(number), free=True)
                 is_kept[position] = False
             seen.add(key)
         return is_kept
-
-    def drop_segment(self, number: SegmentId) -> int:
-        """Give a segment back to the file system; how many rows went with it.
-
-        Raises `DeviceError`; then the rows are gone and its bytes stay charged.
-        """
-        with self._owner.lock:
-            segment = self.pool[number]
-            self.pool.retire(number)
-            assert segment.is_idle, "rows are being written"
-            keys = self._drop_rows(segment)
-        self.pool.remove(number)
-        return len(keys)
 
     # -- asking ---------------------------------------------------------------------------------
 
     def __contains__(self, key: RowKey) -> bool:
         with self._owner.lock:
-            return key in self._index
+            return key in self._catalog.index
 
     def __len__(self) -> int:
         with self._owner.lock:
-            return len(self._index)
+            return len(self._catalog.index)
 
     def keys(self) -> list[RowKey]:
         """All keys, least recently used first."""
         with self._owner.lock:
-            if len(self._policies) == 1:
-                (policy,) = self._policies.values()
-                return [self._key(number) for number in policy]
-            numbers = [number for policy in self._policies.values() for number in policy]
-            return [self._key(number) for number in sorted(numbers, key=self._last_use)]
+            return self._catalog.keys()
 
     def locate(self, key: RowKey) -> Location | None:
         """Where a row stands; in zarr's array it is row `segment * slots_per_segment + slot`."""
         with self._owner.lock:
-            return self._index.get(key)
+            return self._catalog.index.get(key)
 
     def cold_keys(self, before: int) -> list[RowKey]:
         """Keys not used since the use `before`, least recently used first."""
         with self._owner.lock:
-            found = []
-            for policy in self._policies.values():
-                numbers = takewhile(lambda number: self._last_use(number) < before, policy)
-                found += [(self._last_use(number), self._key(number)) for number in numbers]
-        if len(self._policies) > 1:
-            found.sort()
-        return [key for _, key in found]
+            return self._catalog.cold_keys(before)
+
+    def holding(self) -> Holding:
+        """What the namespace has of the budget, under the lock."""
+        numbers = self.pool.numbers
+        charged = sum(charge_of(self.pool[number].geometry) for number in numbers)
+        return Holding(charged, len(numbers), self._catalog.coldest_use())
 
     @property
     def segment_numbers(self) -> list[SegmentId]:
@@ -213,7 +203,7 @@ class RowStore:
     def pin_count(self) -> int:
         """Rows being read now: 0 when idle."""
         with self._owner.lock:
-            return self._index.pin_count
+            return self._catalog.index.pin_count
 
     def count(self) -> RowCounters:
         """A copy of the counters."""
@@ -230,9 +220,9 @@ class RowStore:
         """Mark the chunks of one request, first to last, as used now."""
         with self._owner.lock:
             for key in reversed(keys):
-                place = self._index.get(key)
+                place = self._catalog.index.get(key)
                 if place is not None:
-                    self._policy_at(place).touch(self._index.number(place))
+                    self._catalog.policy_at(place).touch(self._catalog.index.number(place))
                     self.pool[place.segment].mark_used(place.slot, self._owner.next_use())
 
     def submit_read(
@@ -291,9 +281,10 @@ class RowStore:
         """Drop rows that no one is reading; how many.  Raises `DeviceError`: then a crash may
         bring them back."""
         with self._owner.lock:
-            gone = [k for k in keys if k in self._index and not self._index.is_pinned(k)]
-            touched = {self._withdraw(key, free=True).segment for key in gone}
-            self._announce((), gone)
+            index = self._catalog.index
+            gone = [k for k in keys if k in index and not index.is_pinned(k)]
+            touched = {self._catalog.withdraw(key, free=True).segment for key in gone}
+            self._catalog.announce((), gone)
             held = [self.pool.hold(number) for number in touched]
         try:
             for segment in held:
@@ -350,6 +341,8 @@ class RowStore:
             run(part)
         finally:
             self._end_part(queue, part)
+        if self.pool.has_going:
+            self.mover.finish()
 
     def _expire_part(self, queue: Queue, part: Part) -> None:
         with self._owner.lock:
@@ -369,7 +362,7 @@ class RowStore:
             count = len(part.hung)
             if queue is Queue.READ:
                 self.counters.reads_failed += count
-                self._owner.space.read_failed(errno.ETIMEDOUT)
+                self._owner.space.place_failed(errno.ETIMEDOUT)
             else:
                 self.counters.writes_failed += count
                 self._owner.space.write_failed(errno.ETIMEDOUT, "a write does not return")
@@ -410,7 +403,7 @@ class RowStore:
         with self._owner.lock:
             writable: bool | None = None  # not asked: asking may be the one probe
             for position, key in enumerate(part.keys):
-                if key in self._index:
+                if key in self._catalog.index:
                     part.report(position, RowOutcome.ALREADY_STORED)
                     self.counters.rows_already_stored += 1
                     continue
@@ -456,10 +449,44 @@ class RowStore:
                 for position in positions:
                     self._finish_write(part, position, RowOutcome.DECLINED)
                 break
+            places = self._without_lost(places)
             taken = list(zip(places, positions, strict=False))
             refused |= {p: rows[p] for p in self._write_taken(part, taken, rows)}
             positions = positions[len(places) :]
         return refused
+
+    def _without_lost(self, places: list[Location]) -> list[Location]:
+        """Those of `places` whose file is still there; the other segments are given up."""
+        lost = self.find_lost({place.segment for place in places})
+        if not lost:
+            return places
+        self._give_back([place for place in places if place.segment in lost])
+        self._lose(lost)
+        return [place for place in places if place.segment not in lost]
+
+    def find_lost(self, numbers: Iterable[SegmentId]) -> set[SegmentId]:
+        """Which segments have a file that somebody removed."""
+        lost = set()
+        for number in numbers:
+            with contextlib.suppress(DeviceError), self.pool.using(number) as segment:
+                if segment.is_lost():
+                    lost.add(number)
+        return lost
+
+    def _lose(self, numbers: Collection[SegmentId]) -> None:
+        log.warning("%s: somebody removed the files of segments %s", self.directory, numbers)
+        self._owner.note_external_removals(len(numbers))
+        self.mover.lose(numbers)
+
+    def check_files(self) -> None:
+        """Give up segments whose file somebody removed and those that could not be given back
+        yet; try places that could not be written again."""
+        lost = self.find_lost(n for n in self.segment_numbers if not self.pool.is_going(n))
+        if lost:
+            self._lose(lost)
+        self.mover.finish()
+        with self._owner.lock:
+            self.pool.trust_again()
 
     def _take_slots(self, part: Part, size_class: SegmentGeometry, count: int) -> list[Location]:
         """1 to `count` slots that nobody else has: free ones, else new ones, else `_evict`'s."""
@@ -483,9 +510,9 @@ class RowStore:
         segment holds, if it has them.
         """
         with self._owner.lock:
-            if len(self._policies) == 1 or self._ask_after[size_class] > 0:
+            if len(self._catalog.policies) == 1 or self._ask_after[size_class] > 0:
                 places = self._evict_rows(part, size_class, count)
-                if places or len(self._policies) == 1:
+                if places or len(self._catalog.policies) == 1:
                     return places
         has_more = self.pool.replace(
             size_class, lambda needed: self._give_up(part, size_class, needed)
@@ -497,23 +524,17 @@ class RowStore:
 
     def _evict_rows(self, part: Part, size_class: SegmentGeometry, count: int) -> list[Location]:
         """The slots of up to `count` rows of one class that leave."""
-        policy = self._policies[size_class]
+        policy = self._catalog.policies[size_class]
         numbers = policy.victims(count, lambda number: self._must_stay(part, number))
-        victims = [self._key(number) for number in numbers]
-        for key, number in zip(victims, numbers, strict=True):
-            self._index.withdraw_row(key, number)
-            policy.remove(number)
-        places = [self._index.place(number) for number in sorted(numbers)]
-        for place in places:
-            self.pool.withdraw(place, free=False)
+        victims = [self._catalog.key(number) for number in numbers]
+        places = self._catalog.evict(victims, numbers, policy)
         self.counters.rows_evicted += len(victims)
         self._ask_after[size_class] -= len(victims)
-        self._announce((), victims)
+        self._catalog.announce((), victims)
         return places
 
     def _must_stay(self, part: Part, number: int) -> bool:
-        place = self._index.place(number)
-        return self._index.place_is_pinned(place) or self._key(number) in part.job.key_set
+        return self._catalog.is_held(number) or self._catalog.key(number) in part.job.key_set
 
     # -- size classes, under the lock -----------------------------------------------------------
 
@@ -525,9 +546,9 @@ class RowStore:
 
         Files, not charges: those promise bytes that a full file system does not give back.
         """
-        own = self._policies[size_class].victims(1, lambda n: self._must_stay(part, n))
+        own = self._catalog.policies[size_class].victims(1, lambda n: self._must_stay(part, n))
         now = self._owner.next_use()
-        own_use = self._last_use(own[0]) if own else now
+        own_use = self._catalog.last_use(own[0]) if own else now
         chosen: list[Segment] = []
         for segment in sorted(self.pool.others(size_class), key=lambda other: other.mean_use):
             if needed_bytes <= 0:
@@ -535,16 +556,15 @@ class RowStore:
             is_colder = is_colder_by_far(now, segment.mean_use, own_use)
             if own and not is_colder:
                 break
-            numbers = (
-                self._index.number(Location(segment.id, slot)) for slot, _, _ in segment.rows()
-            )
+            places = (Location(segment.id, slot) for slot, _, _ in segment.rows())
+            numbers = map(self._catalog.index.number, places)
             if segment.is_idle and not any(self._must_stay(part, n) for n in numbers):
                 chosen.append(segment)
                 needed_bytes -= segment.geometry.segment_bytes
         if needed_bytes > 0:
             return []
         for segment in chosen:
-            self._drop_rows(segment)
+            self.counters.rows_evicted += len(self._catalog.drop_rows(segment))
         return [segment.id for segment in chosen]
 
     # -- rows that have their slots -------------------------------------------------------------
@@ -595,40 +615,47 @@ class RowStore:
         with owner.lock:
             owner.space.write_succeeded()
             part.job.is_in_order = len(placed) == len(part.job.keys)
-            policy = self._policies[segment.geometry]
+            policy = self._catalog.policies[segment.geometry]
             for (place, position), _ in newest_last:
-                self._index.publish(part.keys[position], place)
-                policy.add(self._index.number(place))
+                self._catalog.publish(part.keys[position], place, policy)
                 self._finish_write(part, position, RowOutcome.OK)
-            self._announce([part.keys[position] for _, position in placed], ())
+            self._catalog.announce([part.keys[position] for _, position in placed], ())
 
     def _write_failed(self, part: Part, rows: list[Placed], error: DeviceError) -> list[int]:
         """Give the slots back.  The positions of rows that may be tried elsewhere, since the disk
         is full; the others are finished as failed."""
         owner = self._owner
-        self._give_back([place for place, _ in rows])
-        positions = [position for _, position in rows]
+        places, positions = [place for place, _ in rows], [position for _, position in rows]
+        takes_headers = self._give_back(places)
         with owner.lock:
-            owner.space.write_failed(error.errno, str(error))
+            if takes_headers and error.errno in BAD_PLACE_ERRNOS:
+                # It is the place: or one that can't be written would suspend the disk for ever.
+                owner.space.place_failed(error.errno)
+                self.pool.distrust(places)
+            else:
+                owner.space.write_failed(error.errno, str(error))
         if is_full(error.errno):
             return positions
+        log.warning("rows not written: %s", error)
         for position in positions:
             self._finish_write(part, position, RowOutcome.FAILED)
         return []
 
-    def _give_back(self, places: list[Location]) -> None:
-        """Free the slots of rows that did not come to be, and tell Zarr's readers, if the disk
-        still takes it."""
+    def _give_back(self, places: list[Location]) -> bool:
+        """Free the slots of rows that did not come to be, and tell Zarr's readers.  Whether the
+        disk still takes that."""
         with self._owner.lock:
             for place in places:
                 self.pool.withdraw(place, free=True)
             held = [self.pool.hold(number) for number in {place.segment for place in places}]
         try:
-            with contextlib.suppress(DeviceError):
-                for segment in held:
-                    segment.flush_header(self._owner.lock)
+            for segment in held:
+                segment.flush_header(self._owner.lock)
+        except DeviceError:
+            return False
         finally:
             self.pool.let_go(held)
+        return True
 
     def _finish_write(self, part: Part, position: int, outcome: RowOutcome) -> None:
         with self._owner.lock:
@@ -643,46 +670,6 @@ class RowStore:
                 self.counters.declined_full += 1
             else:
                 self.counters.writes_failed += 1
-
-    # -- bookkeeping, under the lock ------------------------------------------------------------
-
-    def _drop(self, keys: Sequence[RowKey]) -> None:
-        """Rows that are not what was stored are gone; their slots are the caller's."""
-        for key in keys:
-            self._withdraw(key, free=False)
-        self._announce((), keys)
-
-    def _key(self, number: int) -> RowKey:
-        """Of a published row, by its number."""
-        return RowKey(self.pool.key(number))
-
-    def _withdraw(self, key: RowKey, *, free: bool) -> Location:
-        """Take a row out of index, policy and table; its slot is free, or the caller's."""
-        place = self._index.withdraw(key)
-        self._policy_at(place).remove(self._index.number(place))
-        self.pool.withdraw(place, free=free)
-        return place
-
-    def _drop_rows(self, segment: Segment) -> list[RowKey]:
-        """Take all rows of an idle segment out of index and policy; the segment is to go."""
-        keys = [RowKey(key) for _, key, _ in segment.rows()]
-        assert not any(self._index.is_pinned(key) for key in keys), "rows are being read"
-        for key in keys:
-            self._withdraw(key, free=False)
-        self.counters.rows_evicted += len(keys)
-        self._announce((), keys)
-        return keys
-
-    def _policy_at(self, place: Location) -> LeastRecentlyUsedRows:
-        return self._policies[self.pool[place.segment].geometry]
-
-    def _last_use(self, number: int) -> int:
-        place = self._index.place(number)
-        return int(self.pool[place.segment].entries["last_use"][place.slot])
-
-    def _announce(self, published: Sequence[RowKey], withdrawn: Sequence[RowKey]) -> None:
-        if self.on_change is not None and (published or withdrawn):
-            self.on_change(published, withdrawn)
 
     # -- end ------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from storage.header import Record, SegmentGeometry
 from storage.record import ReadRow, slot_format
 from storage.types import SegmentId, SlotId
 
+_FAILURES_MAX = 2  # of writes to a slot
 ROWS_PER_CALL = 64  # trailer pages per thread, and a bound on one system call
 
 _scratch = Scratch()  # for parts of headers
@@ -78,6 +79,9 @@ class Segment:
         self.user_count = 0
         """Threads that will do I/O on it; see `SegmentPool.using`."""
         self._free: list[SlotId] = []  # a heap
+        self._failures: dict[SlotId, int] = {}  # of writes, by slot
+        self._distrusted: set[SlotId] = set()  # not to be taken for now
+        self._aside: list[SlotId] = []  # of these, the ones that are free
         self._namespace = namespace
         self._device = device
         self._fd = fd
@@ -195,7 +199,35 @@ class Segment:
 
     @property
     def free_count(self) -> int:
+        return len(self._free) + len(self._aside)
+
+    @property
+    def takeable_count(self) -> int:
+        """How many slots `take_free` can give."""
         return len(self._free)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether `take_free` finds a slot: one that has failed lately does not count."""
+        return bool(self._free)
+
+    def distrust(self, slot: SlotId) -> None:
+        """A write to a slot has failed, and not for the sake of the device: it is not given out
+        until `trust_again`, and never again after its second failure."""
+        self._failures[slot] = self._failures.get(slot, 0) + 1
+        self._distrusted.add(slot)
+        if slot in self._free:
+            self._free.remove(slot)
+            heapq.heapify(self._free)
+            self._aside.append(slot)
+
+    def trust_again(self) -> None:
+        """Give slots that failed once another chance: a run of slots fails for one of them."""
+        self._distrusted = {s for s in self._distrusted if self._failures[s] >= _FAILURES_MAX}
+        for slot in self._aside:
+            if slot not in self._distrusted:
+                heapq.heappush(self._free, slot)
+        self._aside = [slot for slot in self._aside if slot in self._distrusted]
 
     def take_free(self, count: int) -> list[SlotId]:
         """Up to `count` free slots, lowest first; they are the caller's until `withdraw` with
@@ -211,7 +243,9 @@ class Segment:
         """Take a row out of the table; `free` also gives its slot back."""
         header.clear_entry(self.entries, slot)
         self.version += 1
-        if free:
+        if free and slot in self._distrusted:
+            self._aside.append(slot)
+        elif free:
             heapq.heappush(self._free, slot)
 
     def mark_used(self, slot: SlotId, last_use: int) -> None:
@@ -415,9 +449,13 @@ class Segment:
 
         Raises `DeviceError`; then it is closed, and its file still there.
         """
+        is_lost = False
+        with contextlib.suppress(DeviceError):
+            is_lost = self.is_lost()
         with contextlib.suppress(DeviceError):  # of a file that nobody will read again
             self._device.close(self._fd)
-        self._device.remove(self.path)
+        if not is_lost:  # else what has its name now is not ours
+            self._device.remove(self.path)
         with contextlib.suppress(DeviceError):
             self._device.remove_directory(self.path.parent)
 

@@ -126,6 +126,7 @@ class Space:
     """Reads and writes that failed since the last one that succeeded."""
     last_errno: int = 0
     """Of the last failure."""
+    _refused_bytes: int = field(default=0, init=False)
     _probe_at: float = field(default=0.0, init=False)
     _backoff_s: float = field(default=_BACKOFF_S_MIN, init=False)
 
@@ -143,6 +144,8 @@ class Space:
 
     def release(self, size_bytes: int) -> None:
         self.charged_bytes -= size_bytes
+        if size_bytes and self.state is DiskState.FULL and self.limit is Limit.BUDGET:
+            self._probe_at = self.now()  # what was lacking is there again
         assert self.charged_bytes >= 0, "more released than charged"
 
     @property
@@ -173,9 +176,11 @@ class Space:
         self._probe_at = self.now() + self._backoff_s  # one probe at a time
         return True
 
-    def growth_refused(self, limit: Limit, reason: str) -> None:
-        """The budget or the file system has no more room: reuse slots, probe again later."""
+    def growth_refused(self, limit: Limit, reason: str, size_bytes: int = 0) -> None:
+        """The budget or the file system has no more room for `size_bytes`: reuse slots, probe
+        again later."""
         self.limit = limit
+        self._refused_bytes = size_bytes
         if self.state in (DiskState.GROWING, DiskState.FULL):
             self._enter(DiskState.FULL, reason)
 
@@ -196,6 +201,10 @@ class Space:
             self._fail(code, reason)
 
     def growth_succeeded(self) -> None:
+        """A segment was made; in the place of another, if the budget is still used up."""
+        is_used_up = self.charged_bytes + self._refused_bytes > self.budget_bytes
+        if self.limit is Limit.BUDGET and is_used_up:
+            return
         self.limit = Limit.NONE
         if self.state is not DiskState.GROWING:
             self._enter(DiskState.GROWING, "there is room again")
@@ -207,8 +216,9 @@ class Space:
             self.limit = Limit.QUOTA if code == errno.EDQUOT else Limit.SPACE
         self._fail(code, reason)
 
-    def read_failed(self, code: int) -> None:
-        """A read ended with errno `code`; that says nothing about writes."""
+    def place_failed(self, code: int) -> None:
+        """A read ended with errno `code`, or a write to one place of a disk that takes others:
+        that says nothing about further writes."""
         self.failures += 1
         self.last_errno = code
 

@@ -29,7 +29,7 @@ from storage.namespace import (
     read_geometry,
 )
 from storage.options import StoreOptions
-from storage.pool import charge_of
+from storage.pool import SegmentPool, charge_of
 from storage.quarantine import QUARANTINE, Quarantine
 from storage.root import (
     StaleNamespace,
@@ -44,6 +44,7 @@ from storage.root import (
 from storage.rowstore import RowStore
 from storage.scrubber import Scrubber
 from storage.segment import Segment, segment_path
+from storage.sharing import choose_donor
 from storage.sizes import format_size
 from storage.space import (
     NAMESPACE_OVERHEAD_BYTES,
@@ -377,10 +378,16 @@ class DiskStore:
 
     # -- space ----------------------------------------------------------------------------------
 
-    def make_room(self, size_bytes: int) -> bool:
-        """Charge `size_bytes`, once stale namespaces gave up what they must; False if refused.
+    def may_grow(self, pool: SegmentPool) -> bool:
+        """Whether one more segment is worth a try now: the disk may have room, or a namespace that
+        is open more than it should.  Under the lock."""
+        return self.space.may_grow() or self._donor_for(pool) is not None
 
-        Never waits for another writer and never touches a namespace that is open.
+    def make_room(self, size_bytes: int, asker: SegmentPool | None = None) -> bool:
+        """Charge `size_bytes`, once stale namespaces, then open ones, gave up what they must;
+        False if refused.
+
+        Never waits for another writer.  Rows of open namespaces go only for an `asker`.
         """
         while True:
             try:
@@ -393,7 +400,7 @@ class DiskStore:
                 if self.space.can_charge(size_bytes, available):
                     self.space.charge(size_bytes)
                     return True
-            if not self._shrink_stale():
+            if not self._shrink_stale() and not self._take_from_others(asker):
                 break
         with self.lock:
             over_budget = self.space.charged_bytes + size_bytes > self.space.budget_bytes
@@ -402,8 +409,31 @@ class DiskStore:
                 f"budget of {format_size(self.space.budget_bytes)} used up"
                 if over_budget
                 else f"file system has {format_size(available)} left",
+                size_bytes,
             )
         return False
+
+    def _donor_for(self, asker: SegmentPool) -> RowStore | None:
+        """Which open namespace gives way to a segment of the asker.  Under the lock."""
+        stores = list(self._stores.values())
+        asking = next((rows for rows in stores if rows.pool is asker), None)
+        if asking is None or len(stores) == 1:
+            return None
+        others = [rows for rows in stores if rows is not asking]
+        holdings = [rows.holding() for rows in others]
+        chosen = choose_donor(
+            asking.holding(), asker.charge_bytes, holdings, self.space.budget_bytes
+        )
+        return None if chosen is None else others[chosen]
+
+    def _take_from_others(self, asker: SegmentPool | None) -> bool:
+        """Give back a segment of an open namespace, its warm rows moved; False if there is none,
+        or if its rows are being read: then it follows later."""
+        if asker is None:
+            return False
+        with self.lock:
+            donor = self._donor_for(asker)
+        return donor is not None and donor.mover.give_back(donor.mover.choose(1)) > 0
 
     def _shrink_stale(self) -> bool:
         """Give back a segment of the stale namespace opened longest ago, or what else it holds.
@@ -446,18 +476,29 @@ class DiskStore:
             format_size(over),
             format_size(self.space.budget_bytes),
         )
-        dropped = 0
-        while self.space.charged_bytes > self.space.budget_bytes:
-            if self._shrink_stale():
-                continue
-            number = rows.pool.coldest()
-            if number is None:
+        while self._shrink_stale() and self.space.charged_bytes > self.space.budget_bytes:
+            pass
+        over = self.space.charged_bytes - self.space.budget_bytes
+        if over > 0:
+            numbers = rows.mover.choose(over)
+            log.warning(
+                "giving back %d segments of %s: up to %d rows, the least recently used",
+                len(numbers),
+                rows.identity.directory,
+                len(numbers) * rows.geometry.slots_per_segment,
+            )
+        before = rows.count()
+        while (over := self.space.charged_bytes - self.space.budget_bytes) > 0:
+            numbers = rows.mover.choose(over)
+            if not numbers:
                 break
-            try:
-                dropped += rows.drop_segment(number)
-            except DeviceError as exc:
-                log.warning("segment %d stays: %s", number, exc)
-        log.warning("budget lowered: %d rows given up", dropped)
+            rows.mover.give_back(numbers)
+        now = rows.count()
+        log.warning(
+            "budget lowered: %d rows given up, %d moved",
+            now.rows_given_up - before.rows_given_up,
+            now.rows_moved - before.rows_moved,
+        )
 
     def _charge_what_is_there(self) -> None:
         """Charge all files under the root, and note every namespace as stale until it is opened."""
@@ -504,15 +545,22 @@ class DiskStore:
                 segments=sum(len(rows.pool.numbers) for rows in self._stores.values()),
             )
 
+    def note_external_removals(self, count: int) -> None:
+        """Somebody removed the files of so many segments."""
+        with self.lock:
+            self._external_removals += count
+
     def _log_state(self, state: DiskState, reason: str) -> None:
         level = logging.INFO if state in (DiskState.GROWING, DiskState.FULL) else logging.WARNING
         log.log(level, "%s is now %s: %s", self.root, state.value, reason)
 
     # -- end ------------------------------------------------------------------------------------
 
-    def flush_recency(self) -> None:
-        """Write the headers in which only the order of use changed, so that a crash keeps it."""
-        for rows in list(self._stores.values()):
+    def maintain(self) -> None:
+        """To be called now and then: write the headers in which only the order of use changed, so
+        that a crash keeps it, and notice files that somebody removed."""
+        for rows in self._open_stores():
+            rows.check_files()
             rows.flush(recency=True)
 
     def write_status(self) -> None:

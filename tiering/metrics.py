@@ -63,6 +63,10 @@ ROWS_WRITTEN = _counter("rows_written", "Rows offered for writing, by outcome.",
 CODEC_ROWS = _counter("codec_rows", "Rows written under a codec, encoded or raw.", "form")
 CODEC_BYTES = _counter("codec_bytes", "Bytes of encoded rows, before and after.", "side")
 CODEC_SECONDS = _counter("codec_seconds", "Thread time spent in the codec.", "direction")
+ROWS_GIVEN_UP = _counter(
+    "rows_given_up", "Rows lost with segments: smaller budget, other namespace, removed file."
+)
+ROWS_MOVED = _counter("rows_moved", "Rows moved out of segments that were given back.")
 ROWS_SCRUBBED = _counter("rows_scrubbed", "Rows verified by the scrubber, by outcome.", "outcome")
 SCRUB_PASSES = _counter("scrub_passes", "Times the scrubber has seen every row.")
 DISK_USED = _gauge("disk_used_bytes", "Bytes of the root charged against its budget.")
@@ -160,6 +164,8 @@ def collect(
     yield Sample(CODEC_SECONDS, ("decode",), usage.decode_seconds)
     yield Sample(ROWS_SCRUBBED, ("ok",), usage.rows_scrubbed - usage.rows_scrubbed_corrupt)
     yield Sample(ROWS_SCRUBBED, ("corrupt",), usage.rows_scrubbed_corrupt)
+    yield Sample(ROWS_GIVEN_UP, (), usage.rows_given_up)
+    yield Sample(ROWS_MOVED, (), usage.rows_moved)
     yield Sample(SCRUB_PASSES, (), usage.scrub_passes)
     yield Sample(DISK_USED, (), usage.used_bytes)
     yield Sample(DISK_BUDGET, (), usage.budget_bytes)

@@ -143,6 +143,8 @@ class Usage(msgspec.Struct, tag="usage", frozen=True):
     declined_twice: int = 0
     writes_failed: int = 0
     rows_evicted: int = 0
+    rows_given_up: int = 0
+    rows_moved: int = 0
     rows_scrubbed: int = 0
     rows_scrubbed_corrupt: int = 0
     scrub_passes: int = 0

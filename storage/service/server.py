@@ -245,5 +245,5 @@ def _maintain(session: Session, stopping: threading.Event) -> None:
             return
         session.store.write_status()
         if turn % _STATUS_PER_FLUSH == 0:
-            session.store.flush_recency()
+            session.store.maintain()
             session.send_usage()  # the scrubber's figures change without a job

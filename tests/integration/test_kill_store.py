@@ -63,7 +63,7 @@ def work(options: StoreOptions, seed: int, reports: Connection) -> None:
             rows.remove(keys)
             reports.send(("removed", numbers))
         else:
-            store.flush_recency()
+            store.maintain()
 
 
 @pytest.mark.timeout(280)

@@ -733,6 +733,59 @@ def test_b53_removed_between_the_lookup_and_the_read(room: Callable[..., FaultyH
     harness.close()
 
 
+def test_b54_a_file_that_somebody_removed(room: Callable[..., FaultyHarness]) -> None:
+    harness = room(2)
+    store(harness, K[:2])
+    used = harness.store.usage().used_bytes
+    place = harness.rows.locate(K[0])
+    assert place is not None
+    segment_path(harness.rows.directory, place.segment).unlink()
+    assert harness.write([K[2]]) == [OK]
+    assert harness.keys() == {K[1], K[2]}
+    usage = harness.store.usage()
+    assert (usage.used_bytes, usage.external_removals) == (used, 1)
+    assert harness.rows.count().rows_given_up + harness.rows.count().rows_evicted == 1
+    harness.check({K[1], K[2]})
+    harness.reopen()
+    harness.check({K[1], K[2]})
+    harness.close()
+
+
+def test_b54_a_removal_is_noticed_without_a_write(room: Callable[..., FaultyHarness]) -> None:
+    harness = room(3)
+    store(harness, K[:3])
+    used = harness.store.usage().used_bytes
+    for number in (0, 2):
+        segment_path(harness.rows.directory, SegmentId(number)).unlink()
+    foreign = segment_path(harness.rows.directory, SegmentId(2))
+    foreign.write_text("not ours")
+    harness.store.maintain()
+    usage = harness.store.usage()
+    assert usage.external_removals == 2
+    assert usage.used_bytes == used - 2 * harness.rows.pool.charge_bytes
+    assert harness.keys() == {K[1]}
+    assert foreign.read_text() == "not ours"
+    foreign.unlink()
+    assert store(harness, K[5:7]) == [OK] * 2
+    harness.check({K[1], *K[5:7]})
+    harness.close()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])
+def test_b54_a_segment_that_cannot_be_removed_stays_charged(
+    room: Callable[..., FaultyHarness], code: int
+) -> None:
+    harness = room(4)
+    store(harness, K[:4])
+    used = harness.store.usage().used_bytes
+    harness.faulty.add(Raise(code), "remove", when=lambda op: op.path.name == "0", times=1)
+    assert harness.rows.mover.give_back(harness.rows.mover.choose(1)) == 0
+    assert harness.store.usage().used_bytes == used
+    assert harness.rows.mover.give_back(harness.rows.mover.choose(1)) > 0, "another one"
+    assert bytes_on_disk(harness.options.root) <= harness.store.usage().used_bytes < used
+    harness.close()
+
+
 def test_b59_back_pressure_declines_at_once_and_reads_stay_quick(
     room: Callable[..., FaultyHarness],
 ) -> None:
@@ -917,7 +970,7 @@ def test_b76_every_outcome_has_a_counter(room: Callable[..., FaultyHarness]) -> 
     wait_until(lambda: len(results) == 3)
     assert Counter(results) == {OK: 2, DECLINED: 1}
     # The disk: one fails, the next is not tried.
-    fault = harness.faulty.add(Raise(errno.EIO), "pwritev", when=data_writes)
+    fault = harness.faulty.add(Raise(errno.EIO), "pwritev")
     assert store(harness, K[10:12]) == [FAILED, DECLINED]
     harness.faulty.faults.remove(fault)
     [left] = harness.keys()

@@ -137,7 +137,9 @@ def test_a_crash_at_any_operation_of_an_opening(memory_path: Path) -> None:
     for device in each_operation(LocalDevice, Die()):
         root = memory_path / "root"
         shutil.copytree(memory_path / "made", root)
-        (root / made.identity.directory / "rows/c/0/0.partial").write_bytes(bytes(10_000))
+        partial = root / made.identity.directory / "rows/c/0/0.partial"
+        partial.parent.mkdir(exist_ok=True)
+        partial.write_bytes(bytes(10_000))
         harness = StoreHarness.__new__(StoreHarness)
         harness.row_bytes, harness.identity = 4096, made.identity
         full = options_for(root, 4096, 16)
@@ -199,7 +201,7 @@ def test_recency_of_a_killed_process_is_that_of_its_last_headers(memory_path: Pa
     for key in KEYS[:16]:
         harness.write([key])
     harness.touch([KEYS[0]])
-    harness.store.flush_recency()
+    harness.store.maintain()
     harness.abandon()
     again = StoreHarness(memory_path / "root", row_bytes=4096)
     assert again.write([KEYS[20]]) == [OK]

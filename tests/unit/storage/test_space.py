@@ -179,7 +179,7 @@ def test_health_follows_failures_in_a_row(space: Space) -> None:
     for _ in range(DEGRADED_AFTER - 1):
         space.write_failed(errno.ENOSPC, "full")
     assert not space.is_degraded
-    space.read_failed(errno.ESTALE)
+    space.place_failed(errno.ESTALE)
     assert space.is_degraded
     assert space.last_errno == errno.ESTALE
     space.read_succeeded()
