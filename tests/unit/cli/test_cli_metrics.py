@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tiering.exporter import STANDALONE, StatusCollector
 
 from storage.status import STATUS, read_status
 from storage.testing.contract import StoreHarness
 from storage.testing.rows import key_of
 from tiering.cli.main import main
+from tiering.exporter import STANDALONE, StatusCollector
 from tiering.metrics import ALL
 
 ROOT = Path(__file__).resolve().parents[3]
