@@ -268,7 +268,7 @@ class SimulatedEngine:
             self.manager.complete_load(set(found))
             served.wrong_bytes += self._all("check", blocks)
             self._give_back(blocks)
-        self._compute(list(keys[len(found) :]), served)
+        self._compute(list(keys[len(found) :]), request, served)
         self.manager.finish(request)
         self.manager.end_step()
         return served
@@ -288,12 +288,12 @@ class SimulatedEngine:
             self.manager.end_step()
             time.sleep(STEP_S)
 
-    def _compute(self, keys: list[RowKey], served: Served) -> None:
+    def _compute(self, keys: list[RowKey], request: str, served: Served) -> None:
         served.chunks["computed"] += len(keys)
         per_step = max(1, len(self._free_blocks) // self.shape.blocks_per_chunk // 2)
         for start in range(0, len(keys), per_step):
             step = keys[start : start + per_step]
-            plan = self.manager.prepare_store(step)
+            plan = self.manager.prepare_store(step, request)
             if plan is None:
                 self.manager.end_step()
                 continue

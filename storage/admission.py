@@ -11,8 +11,8 @@ under this rule would hold, and counts what it would have hit and written.  The 
 did best lately decides.  Nothing is fitted to a time: turnover, reuse and scans all end up in the
 shadows' hits.
 
-Chains: chunks are offered first to last, and after the first of an offer that is declined all are,
-because a chunk whose prefix is not there can't be hit.
+Chains: chunks are offered first to last, and behind the first that is declined all are, because a
+chunk whose prefix is not there can't be hit.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class AdmissionPolicy(Protocol):
         """Chunks that stand on the disk were used from somewhere else; not a sighting."""
         ...
 
-    def offer(self, keys: Sequence[bytes], *, slots: int, free: int) -> list[bool]:
-        """Which of these rows to write.  Those that are stored already are no decision, but count
-        as sightings.  Of `slots` slots `free` are free or can be had without evicting: so many
-        rows are admitted at once."""
+    def offer(self, keys: Sequence[bytes], *, slots: int, free: int) -> int:
+        """How many of these rows to write, from the first.  Those that are stored already are no
+        decision, but count as sightings.  Of `slots` slots `free` are free or can be had without
+        evicting: at least so many rows are admitted."""
         ...
 
 
@@ -151,19 +151,17 @@ class RuleAdmission:
     def touch(self, keys: Sequence[bytes]) -> None:
         pass
 
-    def offer(self, keys: Sequence[bytes], *, slots: int, free: int) -> list[bool]:
+    def offer(self, keys: Sequence[bytes], *, slots: int, free: int) -> int:
         ages = [self._ghost.see(digest_of(key), slots) for key in keys]
         return _decide(self.rule, ages, self._draws.next(), free)
 
 
-def _decide(rule: Rule, ages: Sequence[int], draw: int, free: int) -> list[bool]:
+def _decide(rule: Rule, ages: Sequence[int], draw: int, free: int) -> int:
     """The first `free` rows, and from there as `rule` says, up to the first that it declines."""
-    admitted = []
-    goes_on = True
-    for number, age in enumerate(ages):
-        goes_on = goes_on and (number < free or rule.admits(age, draw))
-        admitted.append(goes_on)
-    return admitted
+    count = min(free, len(ages))
+    while count < len(ages) and rule.admits(ages[count], draw):
+        count += 1
+    return count
 
 
 class _Draws:
@@ -219,8 +217,8 @@ class Shadow:
             hits += 1
         free = max(free, slots - len(order))
         new = [i for i, digest in enumerate(digests) if digest not in order]
-        admitted = _decide(self.rule, [ages[i] for i in new], draw, free)
-        written = {digests[i] for i, is_in in zip(new, admitted, strict=True) if is_in}
+        count = _decide(self.rule, [ages[i] for i in new], draw, free)
+        written = {digests[i] for i in new[:count]}
         for digest in reversed(digests):
             if digest in order:
                 order.move_to_end(digest)
@@ -259,7 +257,7 @@ class LearnedAdmission:
         for shadow in self.shadows:
             shadow.touch(digests)
 
-    def offer(self, keys: Sequence[bytes], *, slots: int, free: int) -> list[bool]:
+    def offer(self, keys: Sequence[bytes], *, slots: int, free: int) -> int:
         ages, draw = self._sight(keys, slots, free)
         return _decide(self.rule, ages, draw, free)
 
@@ -325,6 +323,11 @@ class WriteBudget:
         self._bytes_per_s = bytes_per_day * (1 - 1 / _BURST) / _DAY_S
         self._room_bytes = self._room_bytes_max
         self._at_s = now_s
+
+    @staticmethod
+    def least(size_bytes: int) -> int:
+        """The least bytes per day of which `size_bytes` can ever be taken at once."""
+        return _BURST * size_bytes
 
     def take(self, size_bytes: int, now_s: float) -> bool:
         """Take `size_bytes` off the budget; False if it has not so many left now."""

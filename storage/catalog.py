@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from storage.eviction import LeastRecentlyUsedRows, RowLinks
+from storage.eviction import EVICTION, EvictionPolicy, RowLinks
 from storage.index import RowIndex
 from storage.pool import SegmentPool
 from storage.segment import Segment
@@ -18,11 +18,12 @@ from storage.types import Location, RowKey
 class Catalog:
     """Index, recency and segments of one namespace, kept in step."""
 
-    def __init__(self, pool: SegmentPool) -> None:
+    def __init__(self, pool: SegmentPool, eviction: str) -> None:
+        """`eviction` is one of `storage.eviction.EVICTION`."""
         self.pool = pool
         self.index = RowIndex(pool.geometry.slots_per_segment, pool.key)
         links = RowLinks()
-        self.policies = {size_class: LeastRecentlyUsedRows(links) for size_class in pool.classes}
+        self.policies = {size_class: EVICTION[eviction](links) for size_class in pool.classes}
         self.on_change: Callable[[Sequence[RowKey], Sequence[RowKey]], None] | None = None
         """Called with (published, withdrawn) keys, in order."""
 
@@ -34,7 +35,7 @@ class Catalog:
         place = self.index.place(number)
         return int(self.pool[place.segment].entries["last_use"][place.slot])
 
-    def policy_at(self, place: Location) -> LeastRecentlyUsedRows:
+    def policy_at(self, place: Location) -> EvictionPolicy:
         return self.policies[self.pool[place.segment].geometry]
 
     def keys(self) -> list[RowKey]:
@@ -67,13 +68,20 @@ class Catalog:
 
     # -- changes --------------------------------------------------------------------------------
 
-    def publish(self, key: RowKey, place: Location, policy: LeastRecentlyUsedRows) -> None:
+    def touch(self, key: RowKey) -> Location | None:
+        """A row was used; its place, if the order of use is that in which rows go."""
+        place = self.index.get(key)
+        if place is None or not self.policy_at(place).touch(self.index.number(place)):
+            return None
+        return place
+
+    def publish(self, key: RowKey, place: Location, policy: EvictionPolicy) -> None:
         """The row that the table names in a slot is there, and the most recent of its class."""
         self.index.publish(key, place)
         policy.add(self.index.number(place))
 
     def evict(
-        self, keys: Sequence[RowKey], numbers: Sequence[int], policy: LeastRecentlyUsedRows
+        self, keys: Sequence[RowKey], numbers: Sequence[int], policy: EvictionPolicy
     ) -> list[Location]:
         """Take rows of one class out, given by key and number; their slots, in order, which are
         the caller's."""

@@ -103,6 +103,10 @@ class EvictionPolicy(Protocol):
 
     def remove(self, row: int) -> None: ...
 
+    def replace(self, row: int, other: int) -> None:
+        """`row` has the number `other` from now on; its place in the order stays."""
+        ...
+
     def victims(self, count: int, is_pinned: Callable[[int], bool]) -> list[int]:
         """Up to `count` rows that may go, the first to go first.  They stay until removed."""
         ...

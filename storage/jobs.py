@@ -31,6 +31,8 @@ class RowCounters(CodecCounters):
     declined_busy: int = 0  # too much waits to be written, or it waited too long
     declined_disk: int = 0  # the disk takes no writes now
     declined_twice: int = 0  # the same key is being written by another job
+    declined_admission: int = 0  # not worth a write, as far as the policy of admission knows
+    declined_write_budget: int = 0  # the drive has been given its bytes of the day
     writes_failed: int = 0  # those that hang included
     rows_evicted: int = 0  # for other rows of the namespace
     rows_given_up: int = 0  # with segments that went: a smaller budget, another namespace, no file
@@ -43,7 +45,14 @@ class RowCounters(CodecCounters):
 
     @property
     def writes_declined(self) -> int:
-        return self.declined_full + self.declined_busy + self.declined_disk + self.declined_twice
+        return (
+            self.declined_full
+            + self.declined_busy
+            + self.declined_disk
+            + self.declined_twice
+            + self.declined_admission
+            + self.declined_write_budget
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +90,25 @@ class Job:
         self.on_release = on_release
         self.is_in_order = False
         """Whether all rows were published at once: then their uses are in the order of a chain."""
+        self.admitted: int | None = None
+        """Of a write: how many rows, from the first, are worth it.  The owner's lock guards it."""
+        self.affordable = len(keys)
+        """How many rows, from the first, the drive's budget of writes has room for, as far as is
+        known.  The owner's lock guards it."""
         self._row_bytes = row_bytes
         self._left = part_count
         self._lock = threading.Lock()
         self._on_done = on_done
         self._started = time.monotonic()
+
+    @property
+    def keys_read(self) -> list[RowKey]:
+        """Of a read: the keys of the rows that were there."""
+        return [
+            key
+            for key, outcome in zip(self.keys, self.outcomes, strict=True)
+            if outcome is RowOutcome.OK
+        ]
 
     def part_done(self) -> bool:
         """Whether that was the last part; then the caller calls `report`."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.admission import ADMISSION
 from storage.codec import NO_CODEC
+from storage.eviction import EVICTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,12 @@ class StoreOptions:
     namespace: what was stored under the old setting is found again only under that one."""
     codec_always: bool = False
     """Encode also where the drive is faster than the codec: for room rather than speed."""
+    eviction: str = next(iter(EVICTION))
+    """Which rows go first: one of `storage.eviction.EVICTION`."""
+    admission: str = next(iter(ADMISSION))
+    """Which rows are worth a write once the disk is full: one of `storage.admission.ADMISSION`."""
+    write_bytes_per_day: int | None = None
+    """Bytes of rows, as they are before a codec, that the drive is given in any 24 hours."""
     lock_timeout_s: float = 10.0  # a predecessor that was just killed may still end its I/O
     read_timeout_s: float = 10.0  # from submission; a prefill is quicker than that
     write_timeout_s: float = 30.0  # from submission; the region pins its rows meanwhile

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from storage.admission import WriteBudget
 from storage.codec import RowCodec
 from storage.device import Device, exists, replace_file
 from storage.engine import IoEngine
@@ -44,6 +45,7 @@ class Owner(Protocol):
     device: Device
     lock: threading.RLock
     space: Space
+    write_budget: WriteBudget | None
     engine: IoEngine
     quarantine: Quarantine
     direct: bool
@@ -249,6 +251,19 @@ class SegmentPool:
                 self._owner.space.release(charge_of(segment.geometry))
 
     # -- slots, under the owner's lock ----------------------------------------------------------
+
+    @property
+    def slot_count(self) -> int:
+        return len(self._segments) * self.geometry.slots_per_segment
+
+    @property
+    def free_count(self) -> int:
+        """Slots that hold no row and are nobody's."""
+        return sum(
+            segment.free_count
+            for with_free in self._with_free.values()
+            for segment in with_free.values()
+        )
 
     def take_free(self, size_class: SegmentGeometry, count: int) -> list[Location]:
         """Up to `count` free slots, by segment and in order; nobody else gets them."""

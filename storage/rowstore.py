@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from storage.admission import ADMISSION
 from storage.catalog import Catalog
 from storage.codec import RowCodec
 from storage.engine import Queue, Task
@@ -49,7 +50,7 @@ from storage.pool import Growth, Owner, SegmentPool, charge_of
 from storage.reading import BAD_PLACE_ERRNOS, RowReader, stretches
 from storage.segment import Segment
 from storage.sharing import Holding
-from storage.space import is_full
+from storage.space import DiskState, is_full
 from storage.types import MAX_KEY_BYTES, STORED, Location, RowKey, RowOutcome, SegmentId, SlotId
 
 __all__ = ["JobResult", "RowCounters", "RowStore"]
@@ -96,7 +97,8 @@ class RowStore:
         self._owner = owner
         self.pool = SegmentPool(owner, directory, identity, geometry, codec, is_new=is_new)
         self._codec = codec
-        self._catalog = Catalog(self.pool)
+        self._catalog = Catalog(self.pool, owner.options.eviction)
+        self._admission = ADMISSION[owner.options.admission]()
         # How many rows each class gives before others are asked for a segment again.
         self._ask_after = dict.fromkeys(self.pool.classes, 0)
         self._writing: set[RowKey] = set()
@@ -217,13 +219,10 @@ class RowStore:
     # -- doing ----------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[RowKey]) -> None:
-        """Mark the chunks of one request, first to last, as used now."""
+        """The chunks of one request, first to last, were used now, not from here."""
         with self._owner.lock:
-            for key in reversed(keys):
-                place = self._catalog.index.get(key)
-                if place is not None:
-                    self._catalog.policy_at(place).touch(self._catalog.index.number(place))
-                    self.pool[place.segment].mark_used(place.slot, self._owner.next_use())
+            self._admission.touch(keys)
+            self._mark_used(keys)
 
     def submit_read(
         self,
@@ -238,7 +237,8 @@ class RowStore:
         The buffers of rows that are HUNG then stay the store's; `on_release` is called with their
         positions in `keys`, each of them once, when the device lets go of them.
         """
-        self.touch(keys)
+        with self._owner.lock:
+            self._mark_used(keys)
         timeout_s = self._owner.options.read_timeout_s
         self._submit(
             Queue.READ, keys, buffers, on_done, on_release, self._reader.read_part, timeout_s
@@ -378,8 +378,12 @@ class RowStore:
                 part.job.on_release([part.start + position for position in part.hung])
         elif part.job.part_done():
             if queue is Queue.WRITE and not part.job.is_in_order:
-                self.touch(part.job.keys)  # whole jobs: parts end in any order
+                with self._owner.lock:
+                    self._mark_used(part.job.keys)  # whole jobs: parts end in any order
             part.job.report()
+            if queue is Queue.READ:
+                with self._owner.lock:
+                    self._admission.read(part.job.keys_read, slots=self.pool.slot_count)
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -400,7 +404,10 @@ class RowStore:
     def _select_new(self, part: Part) -> list[int]:
         """Positions of the rows that must be written; the others are reported here."""
         new = []
+        job = part.job
         with self._owner.lock:
+            if job.admitted is None:
+                job.admitted = self._admit(job.keys)
             writable: bool | None = None  # not asked: asking may be the one probe
             for position, key in enumerate(part.keys):
                 if key in self._catalog.index:
@@ -409,16 +416,41 @@ class RowStore:
                     continue
                 if key in self._writing:
                     self.counters.declined_twice += 1
+                elif part.start + position >= job.admitted:
+                    self.counters.declined_admission += 1
                 else:
                     writable = self._owner.space.may_write() if writable is None else writable
-                    if writable:
+                    if not writable:
+                        self.counters.declined_disk += 1
+                    elif not self._can_afford(job, part.start + position):
+                        self.counters.declined_write_budget += 1
+                    else:
                         self._writing.add(key)
                         part.unfinished.add(position)
                         new.append(position)
                         continue
-                    self.counters.declined_disk += 1
                 part.report(position, RowOutcome.DECLINED)
         return new
+
+    def _admit(self, keys: Sequence[RowKey]) -> int:
+        """How many rows of a job, from the first, are worth a write: all while there is room."""
+        space = self._owner.space
+        free = len(keys)
+        if space.state is DiskState.FULL:
+            free = self.pool.free_count
+            if not free and space.may_grow():
+                free = 1  # which finds out whether there is room again
+        return self._admission.offer(keys, slots=self.pool.slot_count, free=free)
+
+    def _can_afford(self, job: Job, position: int) -> bool:
+        """Charge a row to the drive's budget of writes.  Behind the first of a job that it has no
+        room for, no row is worth it."""
+        budget = self._owner.write_budget
+        if budget is None:
+            return True
+        if position < job.affordable and not budget.take(self.row_bytes, self._owner.space.now()):
+            job.affordable = position
+        return position < job.affordable
 
     def _encode(self, part: Part, positions: list[int]) -> dict[SegmentGeometry, Rows]:
         """What to write at each position, by the class of slots that it is for."""
@@ -670,6 +702,15 @@ class RowStore:
                 self.counters.declined_full += 1
             else:
                 self.counters.writes_failed += 1
+
+    # -- bookkeeping, under the lock ------------------------------------------------------------
+
+    def _mark_used(self, keys: Sequence[RowKey]) -> None:
+        """Leaf first: of a request's chunks, first to last, the first is the most recent."""
+        for key in reversed(keys):
+            place = self._catalog.touch(key)
+            if place is not None:
+                self.pool[place.segment].mark_used(place.slot, self._owner.next_use())
 
     # -- end ------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from storage.admission import WriteBudget
 from storage.codec import CODEC_NAMES, NO_CODEC, ROW_BYTES_MAX, Codec, RowCodec
 from storage.device import Device, LocalDevice, replace_file, supports_direct
 from storage.engine import IoEngine, Queue
@@ -117,6 +118,9 @@ class DiskStore:
         if reserve is None:
             reserve = default_reserve(device.space(options.root).total_bytes)
         self.space = Space(options.budget_bytes, reserve, now, on_state=self._log_state)
+        self.write_budget = (
+            WriteBudget(options.write_bytes_per_day, now()) if options.write_bytes_per_day else None
+        )
         self._lock_fd = lock_fd
         self._stores: dict[str, RowStore] = {}
         self._stale: dict[str, StaleNamespace] = {}
@@ -177,6 +181,13 @@ class DiskStore:
         """
         if row_bytes <= 0 or row_bytes % PAGE_BYTES:
             raise ValueError(f"row_bytes: expected a multiple of {PAGE_BYTES}, got {row_bytes}")
+        per_day = self.options.write_bytes_per_day
+        if per_day is not None and per_day < WriteBudget.least(row_bytes):
+            raise ConfigError(
+                "write_bytes_per_day",
+                f"at least {WriteBudget.least(row_bytes)}, for rows of {row_bytes} bytes",
+                per_day,
+            )
         identity = replace(identity, codec=self.options.codec)
         if identity.row_codec is not None and row_bytes > ROW_BYTES_MAX:
             raise ConfigError(

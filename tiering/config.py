@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from storage.admission import ADMISSION
 from storage.codec import CODEC_NAMES, NO_CODEC
 from storage.errors import ConfigError
+from storage.eviction import EVICTION
 from storage.options import StoreOptions
 from storage.sizes import parse_size
 
@@ -27,6 +29,12 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Physical bytes that everything under `root` may use, over all models."""
     segment_size: str | int | None = None
     """About how large one file of a new namespace is.  Default: budget / 512, 4 MiB to 1 GiB."""
+    eviction: str = next(iter(EVICTION))
+    """Which rows go first."""
+    admission: str = next(iter(ADMISSION))
+    """Which rows are worth a write once the disk is full."""
+    write_bytes_per_day: str | int | None = None
+    """Bytes of rows that the drive is given in any 24 hours.  Default: no limit."""
     io_threads: int = 8
     """Threads that read and write; at least 1."""
     write_threads: int | None = None
@@ -131,6 +139,12 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
     for name in ("read_timeout_s", "write_timeout_s"):
         if not getattr(disk, name) > 0:
             raise ConfigError(f"{where}.{name}", "seconds above 0", getattr(disk, name))
+    for name, known in (("eviction", EVICTION), ("admission", ADMISSION)):
+        if getattr(disk, name) not in known:
+            raise ConfigError(f"{where}.{name}", f"one of {', '.join(known)}", getattr(disk, name))
+    per_day = disk.write_bytes_per_day
+    if per_day is not None:
+        per_day = parse_size(per_day, f"{where}.write_bytes_per_day")
     if disk.codec not in CODEC_NAMES:
         raise ConfigError(f"{where}.codec", f"one of {', '.join(CODEC_NAMES)}", disk.codec)
     if disk.codec_always and disk.codec == NO_CODEC:
@@ -155,6 +169,9 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         read_timeout_s=disk.read_timeout_s,
         write_timeout_s=disk.write_timeout_s,
         write_queue_bytes=parse_size(disk.write_queue, f"{where}.write_queue"),
+        eviction=disk.eviction,
+        admission=disk.admission,
+        write_bytes_per_day=per_day,
         codec=disk.codec,
         codec_always=disk.codec_always,
     )

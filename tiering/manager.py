@@ -3,7 +3,8 @@
 The way of a chunk: `prepare_store` gives it a slot, workers copy it there, `complete_store`
 publishes it and cascades it to disk.  Later `lookup` finds it in the region (HIT), or on disk:
 then it gets a slot, is promoted (HIT_PENDING) and found at the next lookup.  `prepare_load` pins it
-while workers copy it to the device, `complete_load` lets it go.
+while workers copy it to the device, `complete_load` lets it go.  A chunk of the region that the
+disk declined, or has evicted, is offered again when a request has loaded it, at most once a second.
 
 Holds.  Between the first lookup of a request and its `prepare_load`, the chunks found for it must
 not be evicted for others, or two requests could take each other's chunks for ever.  A request holds
@@ -20,6 +21,7 @@ One thread, the scheduler's, makes all calls.  None blocks, except `reset` and `
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ from tiering.secondary import SecondaryTier
 log = logging.getLogger("kvtier.manager")
 
 HOLD_S = 5.0  # after its last lookup a request that neither loads nor ends loses its holds
+_OFFER_AGAIN_S = 1.0  # to a disk that declined a chunk: its own back-off begins there too
 _FAILED_READ_RETRY_S = 30.0  # a key whose read failed is a miss for that long
 _RESET_TIMEOUT_S = 60.0  # for transfers under way; longer than any queue's deadline
 _MAX_FAILED_KEYS = 100_000
@@ -89,6 +92,7 @@ class _Request:
     promoting: list[RowKey] = field(default_factory=list)  # allocated, read not yet submitted
     sources: dict[RowKey, Tier] = field(default_factory=dict)
     counted: set[RowKey] = field(default_factory=set)
+    chain: dict[RowKey, None] = field(default_factory=dict)  # what it loaded and stored, in order
 
 
 class TieringManager:
@@ -116,6 +120,7 @@ class TieringManager:
         self._writes: dict[int, list[RowKey]] = {}  # job id -> chunks pinned for it
         self._hung_reads: dict[tuple[int, int], RowKey] = {}  # (job id, position) -> chunk READING
         self._hung_writes: dict[tuple[int, int], RowKey] = {}  # (job id, position) -> pinned chunk
+        self._offer_at: dict[RowKey, float] = {}  # chunks of the region that wait or are written
         self._was_reset = False
         self._failed_reads: dict[RowKey, float] = {}  # key -> when to try again
         self._clearing: int | None = None  # job id
@@ -133,9 +138,16 @@ class TieringManager:
         self._request(request_id)
 
     def finish(self, request_id: str) -> None:
-        """The request makes no more calls but `complete_load` and `complete_store`."""
+        """The request makes no more calls but `complete_load` and `complete_store`.
+
+        Its chunks came in parts, a prefix before what follows it; now they are touched as one
+        chain, so that the leaf ages first.
+        """
         request = self._requests.get(request_id)
         if request is not None:
+            self.primary.touch(request.chain)
+            if self.secondary is not None:
+                self.secondary.touch([key for key in request.chain if key in self.secondary])
             self._submit_reads(request)
             self._drop_holds(request_id)
             del self._requests[request_id]
@@ -266,15 +278,20 @@ class TieringManager:
         if request_id in self._requests:
             self._drop_holds(request_id)
             self._requests[request_id].waiting_since = None
+            self._requests[request_id].chain.update(dict.fromkeys(keys))
         if self.secondary is not None:
             self.secondary.touch([key for key in keys if key in self.secondary])
         return slots
 
     def complete_load(self, keys: Collection[RowKey]) -> None:
         """The workers have copied the chunks of one `prepare_load`."""
-        self.primary.unpin(self.primary.in_order(keys))
+        ordered = self.primary.in_order(keys)
+        self.primary.unpin(ordered)
+        self._cascade(ordered)
 
-    def prepare_store(self, keys: Sequence[RowKey]) -> StorePlan | None:
+    def prepare_store(
+        self, keys: Sequence[RowKey], request_id: str | None = None
+    ) -> StorePlan | None:
         """Give slots to those of `keys`, first to last, that the region lacks.
 
         None if the region has no room for all of them now.  Of more chunks than the region has
@@ -299,6 +316,8 @@ class TieringManager:
             return None
         self._note_evicted(evicted)
         self.primary.touch(keys)
+        if request_id in self._requests:
+            self._requests[request_id].chain.update(dict.fromkeys(keys))
         return StorePlan(new, [self.primary.slot(key) for key in new], evicted)
 
     def complete_store(self, keys: Collection[RowKey], *, success: bool = True) -> None:
@@ -317,12 +336,21 @@ class TieringManager:
         self.counters.chunks_stored += len(ordered)
         if self.on_stored is not None and ordered:
             self.on_stored(ordered, Tier.REGION)
-        if self.secondary is not None:
-            self._cascade([key for key in ordered if key not in self.secondary])
+        self._cascade(ordered)
 
-    def _cascade(self, keys: list[RowKey]) -> None:
-        if keys and self.secondary is not None and not self._was_reset:
+    def _cascade(self, chunks: list[RowKey]) -> None:
+        """Offer the disk what it lacks of these READY chunks, unless it was asked lately."""
+        if self.secondary is None or self._was_reset:
+            return
+        now = self._now()
+        keys = [
+            key
+            for key in chunks
+            if key not in self.secondary and self._offer_at.get(key, now) <= now
+        ]
+        if keys:
             self._writes[self.secondary.write(keys, self.primary.pin(keys))] = keys
+            self._offer_at.update(dict.fromkeys(keys, math.inf))
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -367,6 +395,9 @@ class TieringManager:
             stored = [k for k, o in zip(keys, job.outcomes, strict=True) if o in STORED]
             for key in stored:
                 self._failed_reads.pop(key, None)
+                del self._offer_at[key]
+            offer_at = self._now() + _OFFER_AGAIN_S
+            self._offer_at.update(dict.fromkeys(set(keys).difference(stored), offer_at))
             self.counters.writes_not_stored += len(keys) - len(stored)
         elif job.job_id == self._clearing:
             self._clearing = None
@@ -390,6 +421,8 @@ class TieringManager:
 
     def _note_evicted(self, keys: list[RowKey]) -> None:
         self._forget_holders(keys)
+        for key in keys:
+            self._offer_at.pop(key, None)
         if self.on_removed is not None and keys:
             self.on_removed(keys, Tier.REGION)
 
@@ -445,6 +478,7 @@ class TieringManager:
         for request_id in self._requests:
             self._drop_holds(request_id)
         self._failed_reads.clear()
+        self._offer_at.clear()
         return True
 
     def _has_transfers(self) -> bool:

@@ -153,6 +153,8 @@ def collect(
         ("declined busy", usage.declined_busy),
         ("declined disk", usage.declined_disk),
         ("declined twice", usage.declined_twice),
+        ("not admitted", usage.declined_admission),
+        ("declined write budget", usage.declined_write_budget),
         ("failed", usage.writes_failed),
     ):
         yield Sample(ROWS_WRITTEN, ("disk", outcome), count)

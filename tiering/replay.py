@@ -46,8 +46,8 @@ class PlayedDisk:
         """Rows are offered for writing."""
         if not keys:
             return
-        admitted = self._admission.offer(keys, slots=self.slots, free=len(self._free))
-        new = [k for k, is_in in zip(keys, admitted, strict=True) if is_in and k not in self._rows]
+        count = self._admission.offer(keys, slots=self.slots, free=len(self._free))
+        new = [key for key in keys[:count] if key not in self._rows]
         self._evict(len(new) - len(self._free), set(keys))
         new = new[: len(self._free)]
         for key in reversed(new):

@@ -59,7 +59,7 @@ class Side(Protocol):
 
 
 class StoreSide:
-    """`DiskStore` with the product's settings."""
+    """`DiskStore` with the product's settings, but that it writes what it is offered."""
 
     def __init__(
         self, directory: Path, rows: Sequence[memoryview], budget_bytes: int, segment_bytes: int
@@ -67,7 +67,13 @@ class StoreSide:
         self._directory = directory
         self._rows = rows
         self._store = DiskStore.open(
-            StoreOptions(directory, budget_bytes, segment_bytes=segment_bytes, reserve_bytes=0)
+            StoreOptions(
+                directory,
+                budget_bytes,
+                segment_bytes=segment_bytes,
+                admission="always",
+                reserve_bytes=0,
+            )
         )
         self.row_store = self._store.open_rows(Identity("bench", {}), rows[0].nbytes)
 

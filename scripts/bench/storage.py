@@ -344,7 +344,7 @@ def store_client(directory: Path, region: BenchRegion, budget_bytes: int) -> Ite
     """A client with the real store process behind it."""
     row_count, row_bytes = region.array.shape
     client = StoreClient(
-        StoreOptions(directory, budget_bytes, reserve_bytes=0),
+        StoreOptions(directory, budget_bytes, admission="always", reserve_bytes=0),
         Identity("bench", {}),
         RegionRows(region.fd, 0, row_bytes, row_count),
     )

@@ -141,6 +141,8 @@ class Usage(msgspec.Struct, tag="usage", frozen=True):
     declined_busy: int = 0
     declined_disk: int = 0
     declined_twice: int = 0
+    declined_admission: int = 0
+    declined_write_budget: int = 0
     writes_failed: int = 0
     rows_evicted: int = 0
     rows_given_up: int = 0

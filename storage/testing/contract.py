@@ -138,7 +138,7 @@ def options_for(
     size_class: SegmentGeometry | None = None,
 ) -> StoreOptions:
     """Options of a root with room for exactly `capacity_rows`, a multiple of the slots; under a
-    codec, of rows that are all of one class."""
+    codec, of rows that are all of one class.  What is offered is written, whatever it is worth."""
     plain = SegmentGeometry(row_bytes, slots_per_segment)
     geometry = size_class or plain
     segments, rest = divmod(capacity_rows, slots_per_segment)
@@ -150,6 +150,7 @@ def options_for(
         root,
         budget,
         segment_bytes=(plain.stride + SLOT_HEADER_BYTES) * slots_per_segment,
+        admission="always",
         reserve_bytes=0,
         lock_timeout_s=0.2,
     )

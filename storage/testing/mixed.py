@@ -42,7 +42,8 @@ def keys_of(kind: int, count: int, first: int = 0) -> list[RowKey]:
 
 
 class MixedHarness(StoreHarness):
-    """A store of rows that shrink to different sizes, with room for `segments` of raw ones."""
+    """A store of rows that shrink to different sizes, with room for `segments` of raw ones, that
+    writes what it is offered."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class MixedHarness(StoreHarness):
             root,
             segments * charge_of(raw) + overhead,
             segment_bytes=(plain.stride + SLOT_HEADER_BYTES) * SLOTS,
+            admission="always",
             reserve_bytes=0,
             codec=codec,
             codec_always=True,

@@ -81,8 +81,8 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
         self._manager.complete_load(chunk_keys(keys))
 
-    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:  # noqa: ARG002
-        plan = self._manager.prepare_store(chunk_keys(keys))
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
+        plan = self._manager.prepare_store(chunk_keys(keys), req_context.req_id)
         if plan is None:
             return None
         return PrepareStoreOutput(

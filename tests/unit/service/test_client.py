@@ -100,7 +100,13 @@ def region() -> FakeRegion:
 
 @pytest.fixture
 def options(tmp_path: Path) -> StoreOptions:
-    return StoreOptions(tmp_path / "store", 4_000_000, segment_bytes=200_000, lock_timeout_s=0.2)
+    return StoreOptions(
+        tmp_path / "store",
+        4_000_000,
+        segment_bytes=200_000,
+        admission="always",
+        lock_timeout_s=0.2,
+    )
 
 
 @pytest.fixture

@@ -92,10 +92,13 @@ def test_the_table_names_tests_that_are_there(case: str) -> None:
 
 
 def room_for(root: Path, blocks: int, row_bytes: int = R) -> StoreOptions:
-    """A root with room for so many blocks of one namespace, each a segment of its own."""
+    """A root with room for so many blocks of one namespace, each a segment of its own, that writes
+    what it is offered."""
     charge = SegmentGeometry(row_bytes, 1).segment_bytes + SEGMENT_OVERHEAD_BYTES
     budget = blocks * charge + NAMESPACE_OVERHEAD_BYTES + ROOT_OVERHEAD_BYTES
-    return StoreOptions(root, budget, segment_bytes=1, reserve_bytes=0, lock_timeout_s=0.2)
+    return StoreOptions(
+        root, budget, segment_bytes=1, admission="always", reserve_bytes=0, lock_timeout_s=0.2
+    )
 
 
 @pytest.fixture
@@ -234,7 +237,7 @@ def test_b06_enospc_that_is_not_about_space_evicts_nothing(
 
 def test_b07_inode_exhaustion(mount: Callable[..., Path]) -> None:
     root = mount("tmpfs", "size=64m,nr_inodes=40") / "root"
-    options = StoreOptions(root, 32 << 20, segment_bytes=1, reserve_bytes=0)
+    options = StoreOptions(root, 32 << 20, segment_bytes=1, admission="always", reserve_bytes=0)
     harness = FaultyHarness(root, row_bytes=4096, options=options)
     resident: list[int] = []
     for key in K[:200]:

@@ -278,7 +278,7 @@ def test_the_least_budget_is_one_row_and_less_is_an_error(
     memory_path: Path, row_bytes: int
 ) -> None:
     least = 12288 + row_bytes + 4096 + ROOT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + 32768
-    options = StoreOptions(memory_path / "root", least, reserve_bytes=0)
+    options = StoreOptions(memory_path / "root", least, admission="always", reserve_bytes=0)
     with DiskStore.open(options) as store:
         rows = store.open_rows(Identity("m", {}), row_bytes)
         for key in KEYS[:3]:

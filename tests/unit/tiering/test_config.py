@@ -26,6 +26,8 @@ def test_good_settings() -> None:
     assert config.store is not None
     assert config.store.budget_bytes == 500 * 10**9
     assert config.store.reserve_bytes is None
+    assert (config.store.admission, config.store.eviction) == ("learned", "lru")
+    assert config.store.write_bytes_per_day is None
     assert config.blocks_per_chunk == 1
     assert Config.parse({"cpu_bytes_to_use": 4096}).store is None
     assert Config.parse(_with(disk={"reserve": 0})).store.reserve_bytes == 0  # type: ignore[union-attr]
@@ -56,6 +58,9 @@ def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
         (_with({"write_queue": 0}), "disk.write_queue", "0"),
         (_with({"read_timeout_s": 0}), "disk.read_timeout_s", "0.0"),
         (_with({"write_timeout_s": -1}), "disk.write_timeout_s", "-1.0"),
+        (_with({"admission": "sieve"}), "disk.admission", "'sieve'"),
+        (_with({"eviction": ""}), "disk.eviction", "''"),
+        (_with({"write_bytes_per_day": "-1"}), "disk.write_bytes_per_day", "'-1'"),
         (_with({"codec": "gzip"}), "disk.codec", "'gzip'"),
         (_with({"codec_always": True}), "disk.codec_always", "'none'"),
         ({"cpu_bytes_to_use": "1GB", "disk": {"root": "/x"}}, "disk.budget", "None"),
@@ -79,7 +84,10 @@ def test_bad_values(raw: dict[str, Any], field: str, found: str) -> None:
             "blocks_per_chunks: expected a known setting (did you mean 'bl",
         ),
         (_with({"buget": "1GB"}), "disk.buget: expected a known setting (did you mean 'budget'?)"),
-        (_with({"max_byte": 1}), "disk.max_byte: expected a known setting (one of budget, codec"),
+        (
+            _with({"max_byte": 1}),
+            "disk.max_byte: expected a known setting (one of admission, budget",
+        ),
     ],
 )
 def test_unknown_settings_are_refused_by_name(raw: dict[str, Any], text: str) -> None:

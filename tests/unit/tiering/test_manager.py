@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from storage.service.client import FinishedJob
 from storage.types import RowKey, RowOutcome
 from tiering.manager import HOLD_S, LookupResult, Tier, TieringManager
-from tiering.primary import PrimaryTier
+from tiering.primary import ChunkState, PrimaryTier
 
 HIT, PENDING = LookupResult.HIT, LookupResult.HIT_PENDING
 RETRY, MISS = LookupResult.RETRY, LookupResult.MISS
@@ -175,6 +175,98 @@ def test_a_write_that_hangs_keeps_its_chunk_in_the_region_until_released() -> No
     manager.poll()
     assert is_idle(manager)
     store(manager, 2)
+
+
+class PickyTier(FakeTier):
+    """Ends every write at once, and declines some keys while it has no room for them."""
+
+    def __init__(self, *declined: int) -> None:
+        super().__init__()
+        self.declined = set(keys(*declined))
+        self.offers: list[list[RowKey]] = []
+
+    def write(self, names: Sequence[RowKey], slots: Sequence[int]) -> int:
+        job_id = super().write(names, slots)
+        self.offers.append(list(names))
+        del self.jobs[job_id]
+        outcomes = [
+            RowOutcome.DECLINED if name in self.declined else RowOutcome.OK for name in names
+        ]
+        self.present.update(set(names) - self.declined)
+        self._finished.append(FinishedJob(job_id, outcomes, 0, 0.0))
+        return job_id
+
+
+def use(manager: TieringManager, request: str, *numbers: int) -> None:
+    """A request finds chunks in the region and loads them."""
+    assert lookups(manager, request, *numbers) == [HIT] * len(numbers)
+    manager.prepare_load(keys(*numbers), request)
+    manager.complete_load(keys(*numbers))
+    manager.finish(request)
+
+
+def test_b63_a_declined_chunk_is_offered_again_and_no_hole_stays() -> None:
+    """Steps of 0.1 s, in each of which a request uses the prefix; room comes at step 50."""
+    tier, clock = PickyTier(2, 3), Clock()
+    manager = TieringManager(PrimaryTier(8), tier, now=clock)
+    prefix = range(6)
+    store(manager, *prefix)
+    manager.end_step()
+    assert manager.counters.writes_not_stored == 2, "per key, not the whole job"
+    assert tier.present == set(keys(0, 1, 4, 5))
+    for step in range(66):
+        if step == 50:
+            assert len(tier.offers) <= 10
+            tier.declined.clear()
+        clock.now += 0.1
+        use(manager, str(step), *prefix)
+        manager.end_step()
+    assert tier.present == set(keys(*prefix))
+    assert all(offer == keys(2, 3) for offer in tier.offers[1:]), "never what is stored"
+    assert is_idle(manager)
+
+
+def test_what_nobody_uses_is_not_offered_again() -> None:
+    tier, clock = PickyTier(1), Clock()
+    manager = TieringManager(PrimaryTier(2), tier, now=clock)
+    store(manager, 1)
+    for _ in range(100):
+        clock.now += 1
+        manager.end_step()
+    assert len(tier.offers) == 1
+    store(manager, 2, 3)  # evicts it
+    manager.end_step()
+    tier.declined.clear()
+    store(manager, 1)
+    assert tier.offers[-1] == keys(1), "computed again, it is offered at once"
+
+
+def test_a_chunk_that_the_disk_evicted_is_offered_again_when_it_is_used() -> None:
+    tier, clock = PickyTier(), Clock()
+    manager = TieringManager(PrimaryTier(2), tier, now=clock)
+    store(manager, 1)
+    manager.end_step()
+    tier.present.clear()
+    use(manager, "r", 1)
+    assert tier.offers == [keys(1), keys(1)]
+
+
+def test_a_request_s_parts_age_as_one_chain() -> None:
+    manager, tier, _ = make(8)
+    manager.begin("r")
+    for part in ((1, 2), (3, 4)):
+        plan = manager.prepare_store(keys(*part), "r")
+        assert plan is not None
+        manager.complete_store(set(plan.keys))
+        tier.finish_all()
+        manager.end_step()
+    manager.finish("r")
+    assert tier.touched == keys(1, 2, 3, 4)
+    victims = [
+        manager.primary.allocate([key], ChunkState.STORING, lambda _: False)
+        for key in keys(*range(10, 18))
+    ]
+    assert [v for v in victims if v] == [keys(4), keys(3), keys(2), keys(1)]
 
 
 def test_a_chunk_that_is_stored_again_is_not_written_again() -> None:
