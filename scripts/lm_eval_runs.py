@@ -104,7 +104,9 @@ def evaluate(
     ] = False,
     url: Annotated[
         str | None,
-        typer.Option(help="Ask a running server; restarting it between runs is yours to do."),
+        typer.Option(
+            help="Ask a running server; the command waits for you to restart it between runs."
+        ),
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Of the store, such as 20MB.")] = None,
     region: Annotated[str | None, typer.Option(help="Size of the CPU region.")] = None,
@@ -120,7 +122,6 @@ def evaluate(
     ] = RESTORED_MIN,
 ) -> None:
     """Evaluate cold, restart, evaluate warm, twice; one table at the end."""
-    signal.signal(signal.SIGTERM, _stop_on_sigterm)
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
@@ -337,4 +338,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop_on_sigterm)
     sys.exit(main())

@@ -23,10 +23,13 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answers: dict[str, str]
     wall_s: float
     """Of the questions, without the start of the server."""
+    server_started_s: float
+    """When the process that answered was started, in seconds since 1970."""
     ready_s: float
     """Of the start of the server; 0 where it ran already."""
-    ttft_p50_s: float
-    ttft_p99_s: float
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    """Out of the server's histogram; None where it shows none."""
     tokens_computed: int
     tokens_device: int
     tokens_region: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,8 +67,8 @@ def _cells(report: EvalReport, run: RunRecord) -> list[str]:
     def optional(value: int | None) -> str:
         return "-" if value is None else str(value)
 
-    def ms(seconds: float) -> str:
-        return "-" if math.isnan(seconds) else f"{seconds * 1e3:.0f}"
+    def ms(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds * 1e3:.0f}"
 
     budget = "" if run.disk_budget_bytes is None else f" / {run.disk_budget_bytes / 1e6:.0f}"
     cold = report.cold_of(run)

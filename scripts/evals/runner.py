@@ -14,7 +14,7 @@ from scripts.evals.harness import EvalWork, Scored, program, read_scores, run_lm
 from scripts.evals.plans import ExactWork, Side, Step
 from scripts.evals.records import Records, RunRecord
 from scripts.evals.tasks import question_count, write_tasks
-from scripts.evals.watch import Endpoint, Progress, moved
+from scripts.evals.watch import STARTED, Endpoint, Progress, await_restart, moved
 from scripts.serving import ServeConfig, VllmServer
 from storage.testing.rows import bytes_on_disk
 
@@ -63,18 +63,21 @@ class Evaluation:
             if record is not None:
                 self.say(f"{side.name}, run {number} ({record.kind}): finished before, kept")
             else:
-                damaged = self._prepare(side, root, step, number)
+                damaged = self._prepare(side, root, step, done)
                 record = self._run(side, root, step, number, damaged, done)
                 self.records.save(record)
             done.append(record)
         shutil.rmtree(root, ignore_errors=True)  # the records are whole: nothing asks for it
         return done
 
-    def _prepare(self, side: Side, root: Path, step: Step, number: int) -> int:
-        """Make the store what the run is to find; how many rows were damaged."""
+    def _prepare(self, side: Side, root: Path, step: Step, before_it: Sequence[RunRecord]) -> int:
+        """Make store and machine what the run is to find; how many rows were damaged."""
         damaged = 0
-        if number == 1:
+        if not before_it:
             shutil.rmtree(root, ignore_errors=True)
+        elif self.url is not None:
+            self.say(f"now restart the server at {self.url}; waiting until it serves again")
+            await_restart(self.url, before_it[-1].server_started_s)
         if step.damage is not None:
             damaged = side.damage(root, step.damage)
             self.say(f"{side.name}: {step.damage.value}, unseen by any checksum: {damaged} rows")
@@ -112,6 +115,7 @@ class Evaluation:
                 stderr=scored.stderr,
                 answers=scored.answers,
                 wall_s=wall_s,
+                server_started_s=before.value(STARTED),
                 ready_s=server.ready_s if server else 0.0,
                 ttft_p50_s=found.ttft_p50_s,
                 ttft_p99_s=found.ttft_p99_s,

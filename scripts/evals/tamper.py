@@ -80,7 +80,8 @@ def _damaged(rows: list[bytes], damage: Damage) -> Iterator[tuple[int, bytes]]:
     rng = random.Random(_SEED)
     for i, row in enumerate(rows):
         if damage is Damage.SWAPPED:
-            yield i, rows[(i + 1) % len(rows)]
+            # Of one far away: neighbours are chunks of the same prompt, and hold its answer too.
+            yield i, rows[(i + len(rows) // 2) % len(rows)]
         elif rng.random() < ZEROED_SHARE:
             yield i, bytes(len(row))
 

@@ -15,9 +15,11 @@ from scripts.serving import REQUEST_TIMEOUT_S, Metrics, ServeError
 from storage.testing.rows import bytes_on_disk
 
 TTFT = "vllm:time_to_first_token_seconds"
+STARTED = "process_start_time_seconds"
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 IDLE_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 60.0  # far longer than writing what a run leaves in memory
+RESTART_TIMEOUT_S = 3600.0  # by a person, of a server that may load a large model
 DRAIN_QUIET_S = 1.5  # writes that pause for this long are done
 
 
@@ -80,8 +82,30 @@ class Endpoint:
             raise ServeError(f"{method} {self.url}{path} failed: {error}") from error
 
 
-def quantile(before: Metrics, after: Metrics, name: str, share: float) -> float:
-    """Of a histogram's growth, linear within a bucket as Prometheus does; nan without any growth.
+def await_restart(url: str, started_s: float, timeout_s: float = RESTART_TIMEOUT_S) -> None:
+    """Wait until another process than the one started at `started_s` serves at `url`.
+
+    Raises `ServeError` when that takes too long.
+    """
+
+    def is_another() -> bool:
+        try:
+            endpoint = Endpoint(url)
+        except ServeError:
+            return False  # it is down, or not up yet
+        try:
+            return endpoint.metrics().value(STARTED) != started_s
+        except ServeError:
+            return False
+        finally:
+            endpoint.close()
+
+    if not wait_until(is_another, timeout_s):
+        raise ServeError(f"{url} was not restarted within {timeout_s:.0f} s")
+
+
+def quantile(before: Metrics, after: Metrics, name: str, share: float) -> float | None:
+    """Of a histogram's growth, linear within a bucket as Prometheus does; None without any growth.
 
     What is above the last finite bound is that bound.
     """
@@ -89,7 +113,7 @@ def quantile(before: Metrics, after: Metrics, name: str, share: float) -> float:
     grown = {bound: count - old.get(bound, 0.0) for bound, count in new.items()}
     total = max(grown.values(), default=0.0)
     if not total:
-        return math.nan
+        return None
     rank, low, below = share * total, 0.0, 0.0
     for bound, count in grown.items():
         if count >= rank:
@@ -105,8 +129,8 @@ class Moved:
     """What the counters grew by."""
 
     sources: Sources
-    ttft_p50_s: float
-    ttft_p99_s: float
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
     bytes_written: int
     bytes_read: int
     state_changes: int | None

@@ -6,7 +6,10 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -14,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from scripts import lm_eval_runs
-from scripts.evals import harness, runner
+from scripts.evals import harness, runner, watch
 from scripts.evals.documents import DOCUMENTS
 from scripts.evals.harness import EvalError, EvalWork, answers_of, metric_of, read_scores
 from scripts.evals.plans import FS, KVTIER, PLAN, PRESETS, TAMPERED_PLAN, ExactWork, Side
@@ -36,6 +39,7 @@ COLD = RunRecord(
     stderr=0.007,
     answers={f"{RECALL}/{i}": f" v{i % 16}" for i in range(200)},
     wall_s=40.0,
+    server_started_s=1.8e9,
     ready_s=50.0,
     ttft_p50_s=0.1,
     ttft_p99_s=0.3,
@@ -221,7 +225,7 @@ def test_quantiles_of_a_histogram_are_of_what_was_added() -> None:
     name = "vllm:time_to_first_token_seconds"
     assert quantile(before, after, name, 0.25) == pytest.approx(0.05)
     assert quantile(before, after, name, 0.75) == pytest.approx(0.3)
-    assert math.isnan(quantile(before, before, name, 0.5))
+    assert quantile(before, before, name, 0.5) is None
     beyond = counters(**{"le_0.1": 10, "le_0.5": 10, "le_+Inf": 12})
     assert quantile(before, beyond, name, 0.5) == 0.5
 
@@ -364,3 +368,101 @@ def test_only_root_drops_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     runner.check_work(work, has_url=False, between=Between())
     with pytest.raises(runner.CannotEvaluate, match="only root"):
         runner.check_work(work, has_url=False, between=Between(drop_caches=True))
+
+
+# -- all of it, on a server that only counts --------------------------------------------------
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Counts like a vLLM that computes at first, and reads from disk after each restart.
+
+    It "restarts" when it is asked for its models after questions were answered.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, right: Sequence[int], restored: int) -> None:
+        """`right[i]` answers of run i are right; warm runs restore `restored` tokens."""
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.right, self.restored = right, restored
+        self.run, self.was_asked = 0, False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def metrics(self) -> str:
+        disk = self.restored if self.run and self.was_asked else 0
+        computed = 13_000 - disk if self.was_asked else 0
+        samples = {
+            'vllm:prompt_tokens_by_source_total{source="local_compute"}': computed,
+            'vllm:prompt_tokens_cached_by_source_total{source="disk"}': disk,
+            "process_start_time_seconds": 1.8e9 + self.run,
+            "kvtier:disk_budget_bytes": 10**9,
+            "kvtier:disk_used_bytes": 10**6,
+        }
+        return "".join(f"{name} {value}\n" for name, value in samples.items())
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self._answer(self.server.metrics())
+            return
+        if self.server.was_asked:
+            self.server.run, self.server.was_asked = self.server.run + 1, False
+        self._answer(json.dumps({"data": [{"id": "model", "max_model_len": 2048}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "questions" in body:
+            self.server.was_asked = True
+        self._answer(json.dumps({"right": self.server.right[self.server.run]}))
+
+    def _answer(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("right", "restored", "code", "said"),
+    [
+        ([199, 199, 199], 12_800, 0, "kept by every run"),
+        ([199, 199, 150], 12_800, 1, "run 3 (warm): exact_match 0.7500 instead of 0.9950"),
+        ([199, 199, 199], 9_000, 1, "did not come from disk: 4000 tokens computed"),
+    ],
+    ids=["the same", "another score", "computed again"],
+)
+def test_three_runs_on_a_server_that_is_restarted_by_others(
+    right: list[int],
+    restored: int,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "lm_eval"
+    fake = Path(__file__).with_name("fake_lm_eval.py")
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("KVTIER_LM_EVAL", str(program))
+    monkeypatch.setattr(watch, "DRAIN_QUIET_S", 0.1)
+    with FakeServer(right, restored) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        arguments = ["--preset", "recall-gqa", "--url", server.url, "--out", str(tmp_path / "out")]
+        assert lm_eval_runs.main(arguments) == code
+        output = capsys.readouterr().out
+        assert said in " ".join(output.split())
+        assert server.run == 2
+        # Everything is there: nobody is asked again.
+        assert lm_eval_runs.main(arguments) == code
+        assert server.run == 2
+        server.shutdown()
+    assert (tmp_path / "out" / "report.png").exists()
