@@ -188,10 +188,13 @@ class Endurance:
 
 
 def kv_transfer_config(
-    root: str, budget: str, region: str, blocks_per_chunk: int
+    root: str, budget: str, region: str, blocks_per_chunk: int, write_bytes_per_day: str | None
 ) -> dict[str, Any]:
-    """What `vllm serve --kv-transfer-config` takes."""
-    extra: dict[str, Any] = {"cpu_bytes_to_use": region, "disk": {"root": root, "budget": budget}}
+    """What `vllm serve --kv-transfer-config` takes; settings that are None stay out."""
+    disk = {"root": root, "budget": budget}
+    if write_bytes_per_day is not None:
+        disk["write_bytes_per_day"] = write_bytes_per_day
+    extra: dict[str, Any] = {"cpu_bytes_to_use": region, "disk": disk}
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
     return {

@@ -161,10 +161,16 @@ def plan(
     usual = IN_FLIGHT_CHUNKS if size.tokens_per_chunk is None else IN_FLIGHT_TOKENS
     in_flight = in_flight_tokens or usual
     region = region_for(size, in_flight)
+    limits = Endurance.parse(endurance, disk_bytes, years) if endurance is not None else None
     config = None
     if budget is not None:
+        is_too_much = limits is not None and written is not None and written > limits.bytes_per_day
         config = kv_transfer_config(
-            root, _in_config(budget), f"{region >> 30}GiB", blocks_per_chunk
+            root,
+            _in_config(budget),
+            f"{region >> 30}GiB",
+            blocks_per_chunk,
+            _in_config(_round_down(limits.bytes_per_day)) if limits and is_too_much else None,
         )
     made = Plan(
         size=size,
@@ -175,7 +181,7 @@ def plan(
         region_bytes=region,
         in_flight=in_flight,
         written_per_day=written,
-        endurance=Endurance.parse(endurance, disk_bytes, years) if endurance is not None else None,
+        endurance=limits,
         config=config,
     )
     if plot is not None:
@@ -445,6 +451,10 @@ def _advice(plan: Plan) -> list[str]:
         lines.append(f"[bold]Writes[/bold]  {format_size(plan.written_per_day)} a day.")
     if plan.endurance is not None:
         lines.append(f"[bold]Drive[/bold]   {_wear(plan.endurance, plan.written_per_day)}")
+        if plan.config is not None and "write_bytes_per_day" in str(plan.config):
+            lines.append(
+                "        Below, write_bytes_per_day holds them to it, at the cost of hits."
+            )
     return lines
 
 

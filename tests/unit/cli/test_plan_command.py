@@ -82,6 +82,18 @@ def test_plan_for_expected_tokens_says_what_fits_and_no_more_than_the_disk(
     assert worn["endurance"]["bytes_per_day"] == int(1.2e15 / 5 / 365)
 
 
+def test_plan_limits_writes_that_would_wear_the_drive_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drive = ["--tokens", "2M", "--endurance", "365TB", "--years", "1"]  # 1 TB a day
+    for per_day, limit in (("40M", None), ("100M", 10**12)):
+        found = plan(capsys, *SIZED, *drive, "--tokens-per-day", per_day)
+        settings = found["kv_transfer_config"]["kv_connector_extra_config"]
+        config = Config.parse(settings)
+        assert config.store is not None
+        assert config.store.write_bytes_per_day == limit
+
+
 def write_trace(path: Path, rounds: int) -> Path:
     """Four documents of eight chunks each, asked for in turns, a request every ten seconds."""
     requests = [[document * 8 + i for i in range(8)] for document in range(4)] * rounds
