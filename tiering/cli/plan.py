@@ -71,6 +71,13 @@ class Plan:
     config: dict[str, Any] | None
 
     @property
+    def limits_writes(self) -> bool:
+        """Whether the configuration holds the writes to what the drive bears."""
+        if self.config is None:
+            return False
+        return "write_bytes_per_day" in self.config["kv_connector_extra_config"]["disk"]
+
+    @property
     def gauge_bytes(self) -> int:
         """The disk that tokens per GB are told for."""
         return self.budget_bytes or 1000 * _GB
@@ -451,7 +458,7 @@ def _advice(plan: Plan) -> list[str]:
         lines.append(f"[bold]Writes[/bold]  {format_size(plan.written_per_day)} a day.")
     if plan.endurance is not None:
         lines.append(f"[bold]Drive[/bold]   {_wear(plan.endurance, plan.written_per_day)}")
-        if plan.config is not None and "write_bytes_per_day" in str(plan.config):
+        if plan.limits_writes:
             lines.append(
                 "        Below, write_bytes_per_day holds them to it, at the cost of hits."
             )
@@ -469,7 +476,7 @@ def _wear(endurance: Endurance, written_per_day: int | None) -> str:
     lasts = endurance.years_at(written_per_day)
     if share > 1:
         days = lasts * 365
-        span = f"{lasts:.2g} years" if lasts >= 1 else f"{days:.2g} days"
+        span = f"{lasts:.2g} years" if lasts >= 1 else f"{days:.0f} days"
         return f"{allowed}; these writes are {share:.2g} times that: it lasts {span}."
     return f"{allowed}, of which these writes are {share:.0%}."
 
