@@ -89,6 +89,7 @@ _TYPES = {
     "int": "Whole number",
     "bool": "`true` or `false`",
     "DiskSettings": "Object",
+    "list[RootSettings]": "List of objects",
 }
 
 

@@ -11,6 +11,14 @@ from storage.eviction import EVICTION
 
 
 @dataclass(frozen=True, slots=True)
+class DriveOptions:
+    """One more root of the same store, on a drive of its own."""
+
+    root: Path
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreOptions:
     """How to open a root.  Build it from settings with `tiering.config`, which checks them."""
 
@@ -41,5 +49,7 @@ class StoreOptions:
     """Rows found corrupt that are kept aside for a person, at most; charged to the budget."""
     scrub_bytes_per_s: int = 0
     """How fast rows that nobody asks for are verified; 0: not at all."""
+    more_drives: tuple[DriveOptions, ...] = ()
+    """Further roots, over which rows are spread: see `storage.drives`."""
     write_queue_bytes: int = 4 << 30
     """Rows that may wait to be written; more are declined.  Some seconds' work for a drive."""

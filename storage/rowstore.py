@@ -190,6 +190,26 @@ class RowStore:
         with self._owner.lock:
             return self._catalog.cold_keys(before)
 
+    def room(self) -> int:
+        """About how many rows fit before one must go: free slots, and what the budget allows."""
+        with self._owner.lock:
+            free = sum(self.pool.count_free(size_class) for size_class in self.pool.classes)
+            left = self._owner.space.effective_bytes - self._owner.space.charged_bytes
+            segments = max(0, left // self.pool.charge_bytes)
+            return free + segments * self.geometry.slots_per_segment
+
+    def coldest_uses(self, count: int, without: Collection[RowKey]) -> list[int]:
+        """The last uses of the first rows to go, `count` at most, coldest first; but of `without`
+        and of rows that are being read."""
+        catalog = self._catalog
+
+        def stays(number: int) -> bool:
+            return catalog.is_held(number) or catalog.key(number) in without
+
+        with self._owner.lock:
+            numbers = [n for p in catalog.policies.values() for n in p.victims(count, stays)]
+            return sorted(map(catalog.last_use, numbers))[:count]
+
     def holding(self) -> Holding:
         """What the namespace has of the budget, under the lock."""
         numbers = self.pool.numbers
@@ -215,6 +235,12 @@ class RowStore:
             codec = self._codec.count()
             counters = replace(counters, **vars(codec))
         return counters
+
+    def subscribe(self, on_change: Callable[[Sequence[RowKey], Sequence[RowKey]], None]) -> None:
+        """Tell all keys that are there, and from then on every change, in order."""
+        with self._owner.lock:
+            on_change(self._catalog.keys(), ())
+            self.on_change = on_change
 
     # -- doing ----------------------------------------------------------------------------------
 

@@ -167,6 +167,10 @@ class Space:
         """
         return self.state is not DiskState.FULL or self.now() >= self._probe_at
 
+    def is_writable(self) -> bool:
+        """What `may_write` would say, without spending the probe."""
+        return self.state in (DiskState.GROWING, DiskState.FULL) or self.now() >= self._probe_at
+
     def may_write(self) -> bool:
         """Whether a write may be tried: always, but read-only or suspended only as a probe."""
         if self.state in (DiskState.GROWING, DiskState.FULL):

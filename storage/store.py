@@ -389,6 +389,11 @@ class DiskStore:
 
     # -- space ----------------------------------------------------------------------------------
 
+    def takes_writes(self) -> bool:
+        """Whether a write is worth a try now: not on a disk that refused one, until its probe."""
+        with self.lock:
+            return self.space.is_writable()
+
     def may_grow(self, pool: SegmentPool) -> bool:
         """Whether one more segment is worth a try now: the disk may have room, or a namespace that
         is open more than it should.  Under the lock."""
@@ -555,6 +560,10 @@ class DiskStore:
                 rows=sum(len(rows) for rows in self._stores.values()),
                 segments=sum(len(rows.pool.numbers) for rows in self._stores.values()),
             )
+
+    def usages(self) -> dict[str, StoreUsage]:
+        """Figures of each root, by its path: of one."""
+        return {str(self.root): self.usage()}
 
     def note_external_removals(self, count: int) -> None:
         """Somebody removed the files of so many segments."""

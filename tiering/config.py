@@ -14,19 +14,30 @@ from storage.admission import ADMISSION
 from storage.codec import CODEC_NAMES, NO_CODEC
 from storage.errors import ConfigError
 from storage.eviction import EVICTION
-from storage.options import StoreOptions
+from storage.options import DriveOptions, StoreOptions
 from storage.sizes import parse_size
 
 _MAX_QUARANTINE_ROWS = 1000  # for a person to look at
 
 
+class RootSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of `disk.roots`."""
+
+    root: str
+    budget: str | int
+
+
 class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`disk`: the store below the region."""
 
-    root: str
-    """Directory of the store; made if it is missing.  One engine at a time."""
-    budget: str | int
-    """Physical bytes that everything under `root` may use, over all models."""
+    root: str | None = None
+    """Directory of the store; made if it is missing.  One engine at a time.  Required, unless
+    `roots` are given."""
+    budget: str | int | None = None
+    """Physical bytes that everything under `root` may use, over all models.  Required with it."""
+    roots: list[RootSettings] | None = None
+    """Instead of `root` and `budget`, one per drive: `[{"root": ..., "budget": ...}, ...]`.  Rows
+    are spread over them; a drive that dies costs its rows and nothing else."""
     segment_size: str | int | None = None
     """About how large one file of a new namespace is.  Default: budget / 512, 4 MiB to 1 GiB."""
     eviction: str = next(iter(EVICTION))
@@ -124,8 +135,7 @@ class Config:
 
 
 def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
-    if not disk.root.strip():
-        raise ConfigError(f"{where}.root", "a directory", disk.root)
+    drives = _drives(disk, where)
     if not 1 <= disk.io_threads <= 256:
         raise ConfigError(f"{where}.io_threads", "1 to 256", disk.io_threads)
     if disk.write_threads is not None and not 1 <= disk.write_threads <= disk.io_threads:
@@ -149,17 +159,19 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         raise ConfigError(f"{where}.codec", f"one of {', '.join(CODEC_NAMES)}", disk.codec)
     if disk.codec_always and disk.codec == NO_CODEC:
         raise ConfigError(f"{where}.codec_always", "a codec to use always", disk.codec)
-    budget = parse_size(disk.budget, f"{where}.budget")
     segment = disk.segment_size and parse_size(disk.segment_size, f"{where}.segment_size")
-    if segment and segment > budget:
+    smallest = min(drive.budget_bytes for drive in drives)
+    if segment and segment > smallest:
+        found = disk.budget if not disk.roots else smallest
         raise ConfigError(
-            f"{where}.budget", f"at least one segment ({segment} bytes, segment_size)", disk.budget
+            f"{where}.budget", f"at least one segment ({segment} bytes, segment_size)", found
         )
     reserve = None if disk.reserve is None else _size_or_zero(disk.reserve, f"{where}.reserve")
     assert not isinstance(segment, str)
     return StoreOptions(
-        root=Path(disk.root).expanduser().absolute(),
-        budget_bytes=budget,
+        root=drives[0].root,
+        budget_bytes=drives[0].budget_bytes,
+        more_drives=tuple(drives[1:]),
         segment_bytes=segment,
         io_threads=disk.io_threads,
         write_threads=disk.write_threads,
@@ -175,6 +187,30 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
         codec=disk.codec,
         codec_always=disk.codec_always,
     )
+
+
+def _drives(disk: DiskSettings, where: str) -> list[DriveOptions]:
+    """The roots, one at least, each a directory of its own."""
+    if not disk.roots:
+        for name in ("root", "budget"):
+            if getattr(disk, name) is None:
+                raise ConfigError(f"{where}.{name}", "a value", None)
+        assert disk.root is not None
+        assert disk.budget is not None
+        settings = [(where, RootSettings(disk.root, disk.budget))]
+    elif disk.root is not None or disk.budget is not None:
+        raise ConfigError(f"{where}.roots", "either these, or root and budget", "both")
+    else:
+        settings = [(f"{where}.roots[{n}]", of) for n, of in enumerate(disk.roots)]
+    drives: list[DriveOptions] = []
+    for place, of in settings:
+        if not of.root.strip():
+            raise ConfigError(f"{place}.root", "a directory", of.root)
+        root = Path(of.root).expanduser().absolute()
+        if any(root.is_relative_to(d.root) or d.root.is_relative_to(root) for d in drives):
+            raise ConfigError(f"{place}.root", "a directory apart from the other roots", of.root)
+        drives.append(DriveOptions(root, parse_size(of.budget, f"{place}.budget")))
+    return drives
 
 
 def _size_or_zero(value: str | int, field: str) -> int:

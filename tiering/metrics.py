@@ -74,6 +74,9 @@ DISK_BUDGET = _gauge("disk_budget_bytes", "Bytes that everything under the root 
 DISK_ROWS = _gauge("disk_rows", "Rows of this engine's namespace on disk.")
 DISK_STATE = _gauge("disk_state", "1 for the state that the disk is in.", "state")
 DISK_STATE_CHANGES = _counter("disk_state_changes", "Times the disk entered a state.", "state")
+ROOT_USED = _gauge("root_used_bytes", "Bytes of one root charged against its budget.", "root")
+ROOT_BUDGET = _gauge("root_budget_bytes", "Bytes that everything under one root may use.", "root")
+ROOT_STATE = _gauge("root_state", "1 for the state that one root is in.", "root", "state")
 DISK_LIMIT = _gauge("disk_limit", "1 for what keeps the store from growing, if anything.", "limit")
 DISK_EFFECTIVE = _gauge(
     "disk_effective_bytes", "Bytes that the root may hold, as far as the disk has shown."
@@ -174,6 +177,11 @@ def collect(
     yield Sample(DISK_ROWS, (), usage.rows)
     yield Sample(DISK_UP, (), float(store.is_up))
     yield Sample(STORE_RESTARTS, (), store.restarts)
+    for root, of in usage.roots.items():
+        yield Sample(ROOT_USED, (root,), of.used_bytes)
+        yield Sample(ROOT_BUDGET, (root,), of.budget_bytes)
+        for state in DiskState:
+            yield Sample(ROOT_STATE, (root, state.value), float(of.state == state.value))
     yield Sample(DISK_EFFECTIVE, (), usage.effective_bytes)
     yield Sample(DISK_DEGRADED, (), float(usage.health == "degraded"))
     yield Sample(DISK_NO_SPACE, ("space",), usage.enospc)

@@ -108,6 +108,14 @@ class Released(msgspec.Struct, tag="released", frozen=True):
     positions: list[int]
 
 
+class RootUsage(msgspec.Struct, frozen=True):
+    """Of one drive of a store."""
+
+    budget_bytes: int
+    used_bytes: int
+    state: str
+
+
 class Usage(msgspec.Struct, tag="usage", frozen=True):
     """Figures of the root and of this namespace since it was opened; sent when they change.
 
@@ -126,6 +134,8 @@ class Usage(msgspec.Struct, tag="usage", frozen=True):
     enospc_other: int = 0
     external_removals: int = 0
     state_changes: dict[str, int] = {}
+    roots: dict[str, RootUsage] = {}
+    """By path; the figures above are those of all roots together."""
     rows: int = 0
     segments: int = 0
     rows_read: int = 0

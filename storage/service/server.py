@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from storage.drives import DriveRows, open_store
 from storage.errors import DeviceError, StorageError
 from storage.namespace import Identity
 from storage.rowstore import JobResult, RowStore
@@ -35,12 +36,12 @@ from storage.service.messages import (
     Released,
     Reply,
     Request,
+    RootUsage,
     Touch,
     Usage,
     Withdrawn,
     Write,
 )
-from storage.store import DiskStore
 from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.service")
@@ -95,10 +96,12 @@ class Session:
             raise StorageError(f"region: expected {region_bytes} bytes, found {found}")
         self._region = memoryview(mmap.mmap(region_fd, region_bytes, mmap.MAP_SHARED))
         self._attach = attach
-        self.store = DiskStore.open(attach.options)
+        self.store = open_store(attach.options)
         try:
             identity = Identity(attach.model, attach.identity, attach.element_bytes)
-            self.rows: RowStore = self.store.open_rows(identity, attach.row_bytes, attach.facts)
+            self.rows: RowStore | DriveRows = self.store.open_rows(
+                identity, attach.row_bytes, attach.facts
+            )
         except BaseException:
             self.store.close()
             raise
@@ -111,9 +114,7 @@ class Session:
                 os.getpid(), geometry.slots_per_segment, geometry.segment_bytes, self.store.direct
             )
         )
-        with self.store.lock:
-            self._on_change(self.rows.keys(), ())
-            self.rows.on_change = self._on_change
+        self.rows.subscribe(self._on_change)
         self.send_usage()
         self._outbox.put(Ready())
 
@@ -176,7 +177,11 @@ class Session:
         """Tell the engine the present figures."""
         usage = self.store.usage()
         counters = self.rows.count()
-        self._outbox.put(Usage(**usage._asdict(), **vars(counters)))
+        roots = {
+            root: RootUsage(of.budget_bytes, of.used_bytes, of.state)
+            for root, of in self.store.usages().items()
+        }
+        self._outbox.put(Usage(**usage._asdict(), **vars(counters), roots=roots))
 
 
 def _row_keys(keys: list[bytes]) -> list[RowKey]:

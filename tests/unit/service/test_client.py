@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from storage.namespace import Identity
-from storage.options import StoreOptions
+from storage.options import DriveOptions, StoreOptions
 from storage.service.client import FinishedJob, RegionRows, StoreClient, StoreRefused
 from storage.store import DiskStore
 from storage.types import RowKey, RowOutcome
@@ -166,6 +167,29 @@ def test_a_codec_is_the_store_process_s_affair(options: StoreOptions, region: Fa
         assert len(store.open_rows(identity, ROW_BYTES)) == 7
     with DiskStore.open(options) as store:
         assert len(store.open_rows(identity, ROW_BYTES)) == 0
+
+
+def test_several_drives_behind_one_socket(options: StoreOptions, region: FakeRegion) -> None:
+    """Rows are spread, found again after a restart, and a drive that is away is left out."""
+    second = options.root.parent / "second"
+    both = replace(options, more_drives=(DriveOptions(second, 4_000_000),))
+    client = StoreClient(both, IDENTITY, region.description)
+    client.connect(TIMEOUT_S)
+    assert write(client, region, 1, 2, 3, 4).outcomes == [RowOutcome.OK] * 4
+    assert read_back(client, region, 1, 2, 3, 4) == [RowOutcome.OK] * 4
+    assert set(client.usage.roots) == {str(options.root), str(second)}
+    assert client.usage.budget_bytes == 8_000_000
+    assert sum(of.used_bytes for of in client.usage.roots.values()) == client.usage.used_bytes
+    client.close()
+    shutil.rmtree(second)
+    second.write_text("not a directory")
+    client = StoreClient(both, IDENTITY, region.description)
+    client.connect(TIMEOUT_S)
+    assert len(client) == 2
+    found = read_back(client, region, 1, 2, 3, 4)
+    assert found.count(RowOutcome.OK) == found.count(RowOutcome.MISSING) == 2
+    assert write(client, region, 5, 6).outcomes == [RowOutcome.OK] * 2
+    client.close()
 
 
 def test_the_replica_follows_evictions(client: StoreClient, region: FakeRegion) -> None:

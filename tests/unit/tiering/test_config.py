@@ -37,6 +37,18 @@ def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
     return {**GOOD, "disk": {**GOOD["disk"], **(disk or {})}, **top}
 
 
+def _roots(*roots: tuple[str, str]) -> dict[str, Any]:
+    drives = [{"root": root, "budget": budget} for root, budget in roots]
+    return {"cpu_bytes_to_use": "1GB", "disk": {"roots": drives}}
+
+
+def test_several_roots_are_drives_of_one_store() -> None:
+    store = Config.parse(_roots(("/a", "1GB"), ("/b", "2GB"))).store
+    assert store is not None
+    assert (store.root, store.budget_bytes) == (Path("/a"), 10**9)
+    assert [(d.root, d.budget_bytes) for d in store.more_drives] == [(Path("/b"), 2 * 10**9)]
+
+
 @pytest.mark.parametrize(
     ("raw", "field", "found"),
     [
@@ -54,6 +66,10 @@ def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
         (_with({"root": " "}), "disk.root", "' '"),
         (_with({"root": 3}), "disk.root", "3"),
         (_with({"io_threads": 0}), "disk.io_threads", "0"),
+        (_with({"roots": [{"root": "/a", "budget": "1GB"}]}), "disk.roots", "'both'"),
+        (_roots(("/a", "1GB"), ("/a/b", "1GB")), "disk.roots[1].root", "'/a/b'"),
+        (_roots(("/a", "1GB"), ("/b", "-1")), "disk.roots[1].budget", "'-1'"),
+        (_roots((" ", "1GB")), "disk.roots[0].root", "' '"),
         (_with({"write_threads": 9}), "disk.write_threads", "9"),
         (_with({"write_queue": 0}), "disk.write_queue", "0"),
         (_with({"read_timeout_s": 0}), "disk.read_timeout_s", "0.0"),

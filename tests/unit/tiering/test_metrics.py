@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from storage.service.messages import Usage
+from storage.service.messages import RootUsage, Usage
 from tiering.manager import TieringManager
 from tiering.metrics import ALL, CHUNK_HITS, Increments, Sample, StoreFigures, collect
 from tiering.primary import PrimaryTier
@@ -12,13 +12,21 @@ LAYOUT = RowLayout.of([LayerFacts("mla", 4096, 1)], Parallelism(tp=2, world_size
 
 def test_every_metric_is_collected_with_its_labels() -> None:
     manager = TieringManager(PrimaryTier(4), None)
-    samples = list(collect(manager, LAYOUT, StoreFigures(Usage(state="full"), True, 0)))
+    samples = list(
+        collect(
+            manager,
+            LAYOUT,
+            StoreFigures(Usage(state="full", roots={"/a": RootUsage(9, 5, "full")}), True, 0),
+        )
+    )
     assert {sample.metric for sample in samples} == set(ALL)
     assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)
     values = {(s.metric.name, s.labels): s.value for s in samples}
     assert len(values) == len(samples), "a sample stands twice"
     assert values["kvtier:disk_state", ("full",)] == 1
     assert values["kvtier:disk_state", ("growing",)] == 0
+    assert values["kvtier:root_used_bytes", ("/a",)] == 5
+    assert values["kvtier:root_state", ("/a", "full")] == 1
     assert values["kvtier:row_bytes", ("off",)] == 2 * values["kvtier:row_bytes", ("on",)]
 
 
