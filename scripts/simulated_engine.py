@@ -32,6 +32,7 @@ from tiering.manager import LookupResult, Tier, TieringManager
 from tiering.primary import PrimaryTier
 from tiering.region import Region
 from tiering.rows import RowLayout, row_identity
+from tiering.summary import row_facts
 from tiering.topology import LayerFacts, Parallelism
 from tiering.worker import BlockRun, CopyWorker, LayerPages
 
@@ -39,6 +40,7 @@ Bytes = npt.NDArray[np.uint8]
 
 RANK_TIMEOUT_S = 60.0  # for one command of a rank, generous for a loaded machine
 PARENT_CHECK_S = 1.0  # how long a rank may outlive a killed engine
+_TOKENS_PER_BLOCK = 16  # as reports on the store count them; nothing here has tokens
 STEP_S = 0.0005  # of a scheduler with nothing to do
 
 # Of four bf16 numbers: sign, the exponent's last three bits and the fraction; and of the exponents'
@@ -243,7 +245,9 @@ class SimulatedEngine:
                     shape.layout.row_bytes,
                     self.region.row_count,
                 )
-                self.client = StoreClient(store, identity or identity_of(shape), rows)
+                name = identity or identity_of(shape)
+                facts = row_facts(shape.layout, [_TOKENS_PER_BLOCK])
+                self.client = StoreClient(store, name, rows, facts=facts)
                 self.client.connect(RANK_TIMEOUT_S)
         except BaseException:
             self._end_ranks()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from storage.errors import ConfigError
@@ -36,6 +38,21 @@ def print_warnings(out: Console, warnings: Iterable[str]) -> None:
     for warning in warnings:
         text = Text.assemble(("! ", "bold yellow"), (warning, "yellow"))
         out.print(text, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if somebody looks; what it gives is told how much of `total` was done."""
+    err = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(title, total=total or None)
+        yield lambda count: progress.advance(task, count)
 
 
 def short_name(namespace: str, width: int) -> str:

@@ -12,12 +12,14 @@ import typer
 
 from storage.errors import StorageError
 from tiering.cli.du import du
+from tiering.cli.export import export, import_
 from tiering.cli.gc import gc
 from tiering.cli.inspect import inspect
 from tiering.cli.ls import ls
 from tiering.cli.metrics import metrics
 from tiering.cli.plan import plan
 from tiering.cli.verify import verify
+from tiering.cli.watch import watch
 
 USAGE_ERROR = 2  # exit code of whatever was refused before anything was changed
 
@@ -78,8 +80,9 @@ def _refuse(message: str) -> None:
     typer.echo(f"kvtier: {' '.join(message.split())}", err=True)
 
 
-for command in (du, ls, inspect, verify, gc, plan, metrics):
+for command in (du, ls, inspect, verify, gc, export, watch, plan, metrics):
     app.command()(command)
+app.command("import")(import_)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from storage.inspection import RowInspector
 from storage.sizes import parse_size
@@ -18,7 +17,7 @@ from storage.survey import NamespaceSurvey, RootSurvey, Trouble, survey_root
 from storage.types import RowKey
 from tiering.cli import words
 from tiering.cli.choice import choose_namespace
-from tiering.cli.console import console, print_json, print_warnings
+from tiering.cli.console import console, print_json, print_warnings, progress_bar
 from tiering.cli.owning import open_owned
 
 # Of these the rows that are left are whole, and nobody has to do anything.
@@ -91,13 +90,10 @@ def verify(
     chosen = survey.namespaces if namespace is None else [choose_namespace(survey, namespace)]
     report = Report(findings=_damaging(survey, chosen))
     bad: dict[str, list[RowKey]] = {}
-    with _progress() as progress:
-        total = sum(one.row_count * one.row_bytes for one in chosen)
-        task = progress.add_task("verifying", total=total or None)
+    total = sum(one.row_count * one.row_bytes for one in chosen)
+    with progress_bar("verifying", total) as advance:
         for one in chosen:
-            bad[one.name] = verify_namespace(
-                one, report, pace, lambda size: progress.advance(task, size)
-            )
+            bad[one.name] = verify_namespace(one, report, pace, advance)
     if repair:
         for one in chosen:
             _repair(survey, one, bad[one.name], report)
@@ -117,20 +113,6 @@ def _damaging(survey: RootSurvey, chosen: list[NamespaceSurvey]) -> list[str]:
         for finding in survey.findings
         if finding.trouble not in _HARMLESS and not others & {finding.path, *finding.path.parents}
     ]
-
-
-def _progress() -> Progress:
-    """On stderr, and only if somebody looks."""
-    err = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    )
 
 
 def verify_namespace(
