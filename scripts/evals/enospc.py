@@ -7,6 +7,7 @@ pattern. See `scripts/demo/scaled_work.py`.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rich.progress import Progress
 from scripts.demo.report import GB, draw, plain, table
 from scripts.demo.scaled_work import DISK_BYTES, SCALE, WORKS, Work, WorkResult, run_work
 from scripts.demo.small_disk import FileSystem, small_disk
+from scripts.evals.records import write_whole
 from scripts.models import ROOT
 from storage.codec import NO_CODEC
 
@@ -32,13 +34,15 @@ _NOTE = (
 def run_enospc(out: Path | None, console: Console, works: Sequence[Work] = WORKS) -> int:
     """Run every model in every variant, print the table, write the report; the exit code."""
     directory = out.absolute() if out is not None else ROOT / ".cache" / "evals" / "enospc"
+    if out is None:
+        shutil.rmtree(directory, ignore_errors=True)
+    (directory / "runs").mkdir(parents=True, exist_ok=True)
     results = []
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("models", total=len(works) * len(VARIANTS))
         for work in works:
             for dedup, codec in VARIANTS:
-                with small_disk(FileSystem.TMPFS, int(DISK_BYTES / SCALE)) as disk:
-                    result = run_work(work, disk, SCALE, dedup=dedup, codec=codec)
+                result = _result(work, directory / "runs", dedup=dedup, codec=codec)
                 results.append(result)
                 bar.console.print(f"{result.model}, {result.variant}: done", highlight=False)
                 bar.advance(task)
@@ -50,6 +54,17 @@ def run_enospc(out: Path | None, console: Console, works: Sequence[Work] = WORKS
     write(results, faults, directory)
     console.print(f"report.md, report.json and report.png are in {directory}", markup=False)
     return 1 if faults else 0
+
+
+def _result(work: Work, runs: Path, *, dedup: bool, codec: str) -> WorkResult:
+    """Of one model in one variant; kept as a file, so that it is never run twice."""
+    file = runs / f"{work.preset}-{'with' if dedup else 'without'}-{codec}.json"
+    if file.exists():
+        return msgspec.json.decode(file.read_bytes(), type=WorkResult)
+    with small_disk(FileSystem.TMPFS, int(DISK_BYTES / SCALE)) as disk:
+        result = run_work(work, disk, SCALE, dedup=dedup, codec=codec)
+    write_whole(file, msgspec.json.encode(result))
+    return result
 
 
 def faults_of(results: Sequence[WorkResult]) -> list[str]:

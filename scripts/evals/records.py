@@ -75,7 +75,7 @@ class Records:
                     f"{directory} holds runs with another {', '.join(differ)}: name another --out"
                 )
         else:
-            _write(file, msgspec.json.format(msgspec.json.encode(settings), indent=2))
+            write_whole(file, msgspec.json.format(msgspec.json.encode(settings), indent=2))
 
     def find(self, side: str, number: int) -> RunRecord | None:
         file = self._file(side, number)
@@ -88,13 +88,13 @@ class Records:
 
     def save(self, record: RunRecord) -> None:
         encoded = msgspec.json.format(msgspec.json.encode(record), indent=2)
-        _write(self._file(record.side, record.number), encoded)
+        write_whole(self._file(record.side, record.number), encoded)
 
     def _file(self, side: str, number: int) -> Path:
         return self._runs / f"{side}-{number}.json"
 
 
-def _write(file: Path, content: bytes) -> None:
+def write_whole(file: Path, content: bytes) -> None:
     """The file is whole, or it is not there."""
     partial = file.with_suffix(".partial")
     partial.write_bytes(content)
