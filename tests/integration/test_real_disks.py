@@ -56,7 +56,9 @@ def store_and_check(store: DiskStore, count: int, first: int = 0) -> int:
 def test_a_disk_smaller_than_the_budget_is_filled_and_reused(disk: Path) -> None:
     budget = 10 << 30
     for reserve, least in ((0, 10 << 20), (4 << 20, 6 << 20)):
-        options = StoreOptions(disk / f"root{reserve}", budget, 1 << 20, reserve_bytes=reserve)
+        options = StoreOptions(
+            disk / f"root{reserve}", budget, 1 << 20, reserve_bytes=reserve, admission="always"
+        )
         with DiskStore.open(options) as store:
             resident = store_and_check(store, 500)
             assert store.usage().state == "full"
@@ -70,7 +72,7 @@ def test_a_disk_smaller_than_the_budget_is_filled_and_reused(disk: Path) -> None
 
 
 def test_a_disk_that_others_fill_to_the_last_byte(disk: Path) -> None:
-    options = StoreOptions(disk / "root", 1 << 30, 1 << 20, reserve_bytes=0)
+    options = StoreOptions(disk / "root", 1 << 30, 1 << 20, reserve_bytes=0, admission="always")
     with DiskStore.open(options) as store:
         assert store_and_check(store, 60) == 60
     filler = disk / "filler"
@@ -91,7 +93,9 @@ def test_a_disk_that_others_fill_to_the_last_byte(disk: Path) -> None:
 
 
 def test_inodes_that_run_out_are_a_full_disk(few_inodes: Path) -> None:
-    options = StoreOptions(few_inodes / "root", 32 << 20, 1 << 18, reserve_bytes=0)
+    options = StoreOptions(
+        few_inodes / "root", 32 << 20, 1 << 18, reserve_bytes=0, admission="always"
+    )
     with DiskStore.open(options) as store:
         resident = store_and_check(store, 200)
         assert 12 <= resident <= 60
