@@ -147,13 +147,18 @@ def test_zarr_lists_the_hierarchy_without_warnings(memory_path: Path) -> None:
         group = zarr.open_group(str(harness.options.root), mode="r")
         assert group.attrs["kvtier"]["format_version"] == 1  # type: ignore[index, call-overload]
         assert sorted(name for name, _ in group.groups()) == sorted(
-            [harness.identity.directory, other.identity.directory]
+            [harness.identity.directory, other.identity.directory, "status"]
         )
         members = dict(group.members(max_depth=None))
         assert sorted(members) == sorted(
-            path
-            for identity in (harness.identity, other.identity)
-            for path in (identity.directory, f"{identity.directory}/rows")
+            [
+                "status",
+                *(
+                    path
+                    for identity in (harness.identity, other.identity)
+                    for path in (identity.directory, f"{identity.directory}/rows")
+                ),
+            ]
         )
         namespace = members[other.identity.directory]
         attributes = namespace.attrs["kvtier"]
