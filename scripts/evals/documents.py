@@ -1,4 +1,8 @@
-"""The documents of the task `documents`, and short questions that each of them answers."""
+"""The documents of the task `documents`, and sentences of each to be gone on with.
+
+A question is a sentence cut short and its answer how the text goes on: a model of 135 million
+weights finds that in its context, where it answers questions in words badly with any cache.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import NamedTuple
 from scripts.models import ROOT
 
 TEXTS = Path(__file__).with_name("texts")
+EXAMPLES = 3
 
 
 class Question(NamedTuple):
@@ -18,14 +23,15 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text of the repository. The first three questions are the examples of a prompt."""
+    """A text of the repository. The first `EXAMPLES` questions are the examples of a prompt."""
 
     name: str
     path: Path
     questions: tuple[Question, ...]
 
     def text(self) -> str:
-        return self.path.read_text(encoding="utf-8").strip()
+        """In one line."""
+        return " ".join(self.path.read_text(encoding="utf-8").split())
 
 
 DOCUMENTS = (
@@ -33,50 +39,82 @@ DOCUMENTS = (
         "license",
         ROOT / "LICENSE",
         (
-            Question("What is the name of this license?", "Apache License"),
-            Question("What is the version of this license?", "2.0"),
-            Question("In which month was this version published?", "January"),
-            Question("In which year was this version published?", "2004"),
-            Question("Which web site is named at the top?", "http://www.apache.org/licenses/"),
-            Question("What is the title of section 1?", "Definitions"),
-            Question("What is the title of section 4?", "Redistribution"),
-            Question("What is the title of section 6?", "Trademarks"),
-            Question("What is the title of section 7?", "Disclaimer of Warranty"),
-            Question("What is the title of section 8?", "Limitation of Liability"),
+            Question(
+                '"Licensor" shall mean the copyright owner or',
+                "entity authorized by the copyright owner that is granting the License",
+            ),
+            Question(
+                '"You" (or "Your") shall mean an individual or',
+                "Legal Entity exercising permissions granted by this License",
+            ),
+            Question(
+                "You must give any other recipients of the Work or Derivative Works a",
+                "copy of this License",
+            ),
+            Question(
+                "You must cause any modified files to carry",
+                "prominent notices stating that You changed the files",
+            ),
+            Question("In no event and under no legal", "theory"),
+            Question("This License does not grant permission to use the", "trade names"),
+            Question(
+                '"Object" form shall mean any form resulting from mechanical',
+                "transformation or translation of a Source form",
+            ),
+            Question("While redistributing the Work or Derivative", "Works thereof"),
+            Question(
+                "The contents of the NOTICE file are for",
+                "informational purposes only and do not modify the License",
+            ),
+            Question("Unless required by applicable law or agreed to in", "writing"),
         ),
     ),
     Document(
         "declaration",
         TEXTS / "declaration.txt",
         (
-            Question("In which year was this declared?", "1776"),
-            Question("Of how many states is this the declaration?", "thirteen"),
-            Question("Of which country is the King?", "Great Britain"),
-            Question("In which month was this declared?", "July"),
-            Question("By whom are all men endowed with Rights?", "their Creator"),
+            Question("He has refused his Assent to", "Laws"),
+            Question("To prove this, let Facts be submitted to a", "candid world"),
             Question(
-                "From what do governments derive their just powers?", "the consent of the governed"
+                "He has affected to render the Military independent of and",
+                "superior to the Civil power",
             ),
-            Question("To whom shall Facts be submitted?", "a candid world"),
-            Question("What has he refused to Laws?", "his Assent"),
-            Question("What did he keep among us in times of peace?", "Standing Armies"),
-            Question("Who was made dependent on his Will alone?", "Judges"),
+            Question("He has kept among us, in times of", "peace"),
+            Question(
+                "The history of the present King of Great Britain is a history of",
+                "repeated injuries and usurpations",
+            ),
+            Question("He has made Judges dependent on his", "Will alone"),
+            Question("He has dissolved Representative Houses", "repeatedly"),
+            Question("He has endeavoured to prevent the population of", "these States"),
+            Question("He has erected a multitude of", "New Offices"),
+            Question("Such has been the patient sufferance of", "these Colonies"),
         ),
     ),
     Document(
         "constitution",
         TEXTS / "constitution.txt",
         (
-            Question("For how many Years are Senators chosen?", "six"),
-            Question("How many Senators are there from each State?", "two"),
-            Question("How old must a Representative be?", "twenty five Years"),
-            Question("How old must a Senator be?", "thirty Years"),
-            Question("How old must the President be?", "thirty five Years"),
-            Question("Who is President of the Senate?", "The Vice President"),
-            Question("Who has the sole Power of Impeachment?", "The House of Representatives"),
-            Question("Who has the sole Power to try all Impeachments?", "The Senate"),
-            Question("For how many Years does the President hold his Office?", "four"),
-            Question("Who is Commander in Chief of the Army and Navy?", "The President"),
+            Question(
+                "The House of Representatives shall chuse their", "Speaker and other Officers"
+            ),
+            Question("When sitting for that Purpose, they shall be on", "Oath or Affirmation"),
+            Question("When vacancies happen in the Representation from any", "State"),
+            Question("Each House may determine the Rules of", "its Proceedings"),
+            Question("Each House shall keep a Journal of", "its Proceedings"),
+            Question(
+                "All Bills for raising Revenue shall originate in the", "House of Representatives"
+            ),
+            Question(
+                "The executive Power shall be vested in a",
+                "President of the United States of America",
+            ),
+            Question("The Senate shall have the sole Power to try", "all Impeachments"),
+            Question("He shall hold his Office during the Term of", "four Years"),
+            Question(
+                "The Senate of the United States shall be composed of",
+                "two Senators from each State",
+            ),
         ),
     ),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.evals.documents import DOCUMENTS
+from scripts.evals.documents import DOCUMENTS, EXAMPLES
 from scripts.recall import recalls
 
 RECALL = "kvtier_recall"
@@ -56,9 +56,9 @@ def _exact_match(**more: bool) -> list[dict[str, Any]]:
     return [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True, **more}]
 
 
-def _generation(tokens_max: int) -> dict[str, Any]:
+def _generation(tokens_max: int, *until: str) -> dict[str, Any]:
     return {
-        "until": ["\n"],
+        "until": ["\n", *until],
         "max_gen_toks": tokens_max,
         "do_sample": False,
         "temperature": 0,
@@ -80,24 +80,24 @@ def recall_task() -> LocalTask:
 
 
 def document_tasks() -> list[LocalTask]:
-    """One task per document, which stands before the examples and the question of each prompt."""
+    """One task per document, which stands before the examples and the sentence of each prompt."""
     tasks = []
     for document in DOCUMENTS:
-        examples, asked = document.questions[:3], document.questions[3:]
+        examples, asked = document.questions[:EXAMPLES], document.questions[EXAMPLES:]
         tasks.append(
             LocalTask(
                 DOCUMENT_PREFIX + document.name,
                 [question._asdict() for question in asked],
                 {
                     "description": document.text() + "\n\n",
-                    "doc_to_text": "Question: {{question}}\nAnswer:",
+                    "doc_to_text": "Quotation: {{question}}",
                     "doc_to_target": "{{answer}}",
                     "num_fewshot": len(examples),
                     "fewshot_config": {
                         "sampler": "first_n",
                         "samples": [question._asdict() for question in examples],
                     },
-                    "generation_kwargs": _generation(16),
+                    "generation_kwargs": _generation(32, ",", ".", ";"),
                     "metric_list": _exact_match(ignore_case=True, ignore_punctuation=True),
                 },
             )

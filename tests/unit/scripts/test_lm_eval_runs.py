@@ -194,12 +194,14 @@ def test_tasks_are_whole_and_need_no_hub(tmp_path: Path) -> None:
     assert question_count([RECALL, "gsm8k"], None) is None
 
 
-def test_every_document_is_there_and_holds_its_answers() -> None:
+def test_every_document_goes_on_as_its_answers_say() -> None:
     for document in DOCUMENTS:
-        text = " ".join(document.text().split()).lower()
+        text = document.text()
         assert len(text) > 4000, document.name
-        for question in document.questions:
-            assert question.answer.lower() in text, (document.name, question)
+        for question, answer in document.questions:
+            # And the stops of the task end the answer where it ends.
+            assert any(f"{question} {answer}{stop}" in text for stop in ",.;"), (question, answer)
+            assert not {",", ".", ";"} & set(answer)
 
 
 # -- counters ---------------------------------------------------------------------------------
