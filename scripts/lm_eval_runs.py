@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 from scripts.evals.harness import EvalError, EvalWork
-from scripts.evals.plans import FS, KVTIER, PLAN, PRESETS, TAMPERED_PLAN, EvalPreset, Side
+from scripts.evals.plans import FS, KVTIER, NO_DEDUP, PLAN, PRESETS, TAMPERED_PLAN, EvalPreset, Side
 from scripts.evals.records import Records, WrongDirectory
 from scripts.evals.report import EvalReport, table, verdict_lines, write
 from scripts.evals.runner import Between, CannotEvaluate, Evaluation, check_work
@@ -59,9 +59,10 @@ class Baseline(Enum):
     FS = FS
 
 
-class Switch(Enum):
+class Dedup(Enum):
     ON = "on"
     OFF = "off"
+    BOTH = "both"
 
 
 class Dtype(Enum):
@@ -89,7 +90,9 @@ def evaluate(
     baseline: Annotated[
         Baseline | None, typer.Option(help="Run the same on vLLM's own fs tier as well.")
     ] = None,
-    dedup: Annotated[Switch, typer.Option(help="off: each rank's copy is stored.")] = Switch.ON,
+    dedup: Annotated[
+        Dedup, typer.Option(help="off: each rank's copy is stored; both: side by side.")
+    ] = Dedup.ON,
     tamper: Annotated[
         bool,
         typer.Option(
@@ -140,9 +143,9 @@ def evaluate(
             restored,
         )
         between = Between(kill=kill, drop_caches=drop_caches)
-        if url is not None and (tamper or kill or baseline or tp or model):
+        if url is not None and (tamper or kill or baseline or tp or model or dedup is not Dedup.ON):
             raise CannotEvaluate(
-                "--url: --tamper, --kill, --baseline, --tp and --model need a server of ours"
+                "--url: --tamper, --kill, --baseline, --dedup, --tp, --model need a server of ours"
             )
         check_work(chosen.work, has_url=url is not None, between=between)
         settings = {
@@ -151,7 +154,6 @@ def evaluate(
             "tp": chosen.tp,
             "dtype": dtype.value,
             "work": repr(chosen.work),
-            "dedup": dedup.value,
             "tamper": tamper,
             "kill": kill,
             "drop_caches": drop_caches,
@@ -160,9 +162,7 @@ def evaluate(
             "url": url,
         }
         directory = _directory(out, chosen.name)
-        sides = [Side(KVTIER, chosen.region, chosen.budget, dedup is Switch.ON)]
-        if baseline is not None:
-            sides.append(Side(baseline.value, chosen.region, chosen.budget))
+        sides = _sides(chosen, dedup, baseline)
         report = _evaluate(
             chosen,
             sides,
@@ -238,6 +238,17 @@ def _chosen(
     return replace(chosen, work=work)
 
 
+def _sides(chosen: EvalPreset, dedup: Dedup, baseline: Baseline | None) -> list[Side]:
+    names = []
+    if dedup is not Dedup.OFF:
+        names.append(KVTIER)
+    if dedup is not Dedup.ON:
+        names.append(NO_DEDUP)
+    if baseline is not None:
+        names.append(baseline.value)
+    return [Side(name, chosen.region, chosen.budget) for name in names]
+
+
 def _check_sizes(chosen: EvalPreset) -> None:
     for option, size in (("--region", chosen.region), ("--budget", chosen.budget)):
         parse_size(size, option)
@@ -302,8 +313,7 @@ def _evaluate(
             runs += own
             faults += faults_of(own, bounds)
     where = f"at {url}" if url else f"{chosen.model}, TP {chosen.tp}, {dtype.value}"
-    copies = "" if settings["dedup"] == "on" else ", without dedup"
-    return EvalReport(f"{chosen.name}: {where}{copies}", runs, bounds, faults)
+    return EvalReport(f"{chosen.name}: {where}", runs, bounds, faults)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from storage.device import LocalDevice
 from storage.root import take_root
 from storage.sizes import parse_size
 
-KVTIER, FS = "kvtier", "fs"
+KVTIER, NO_DEDUP, FS = "kvtier", "no-dedup", "fs"
+"""kvtier; kvtier that keeps each rank's copy; vLLM's own tier."""
 _LOCK_TIMEOUT_S = 30.0  # for the store process of a server that has just ended
 
 
@@ -75,12 +76,11 @@ PRESETS: Mapping[str, EvalPreset] = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Something that keeps KV on disk below one root."""
+    """Something that keeps KV on disk below one root: `KVTIER`, `NO_DEDUP` or `FS`."""
 
     name: str
     region: str
     budget: str
-    dedup: bool = True
 
     def transfer_config(self, root: Path) -> dict[str, Any]:
         """`--kv-transfer-config`."""
@@ -101,7 +101,7 @@ class Side:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "cpu_bytes_to_use": self.region,
-                "dedup": self.dedup,
+                "dedup": self.name != NO_DEDUP,
                 "disk": {"root": str(root), "budget": self.budget},
             },
         }

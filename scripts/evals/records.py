@@ -12,7 +12,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of all questions on one server. Counters are of this run alone."""
 
     side: str
-    """What kept the KV: "kvtier", or "fs" for vLLM's own tier."""
+    """What kept the KV: the name of a `Side`."""
     number: int
     """From 1, in the order of the plan."""
     kind: str

@@ -11,13 +11,14 @@ import matplotlib
 import msgspec
 from rich.table import Table
 
+from scripts.evals.plans import FS, KVTIER, NO_DEDUP
 from scripts.evals.records import RunRecord
 from scripts.evals.verdict import Bounds, differing
 
 matplotlib.use("Agg")  # a file is all that is drawn, wherever there is no screen
 from matplotlib import pyplot as plt
 
-_COLOURS = {"kvtier": "#2a6f97", "fs": "#c08a3e"}
+_COLOURS = {KVTIER: "#2a6f97", NO_DEDUP: "#7a6f9b", FS: "#c08a3e"}
 _DAMAGED = "#c44e52"
 _BAR = 0.6
 

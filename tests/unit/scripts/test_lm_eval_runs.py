@@ -20,7 +20,7 @@ from scripts import lm_eval_runs
 from scripts.evals import harness, runner, watch
 from scripts.evals.documents import DOCUMENTS
 from scripts.evals.harness import EvalError, EvalWork, answers_of, metric_of, read_scores
-from scripts.evals.plans import FS, KVTIER, PLAN, PRESETS, TAMPERED_PLAN, ExactWork, Side
+from scripts.evals.plans import FS, KVTIER, NO_DEDUP, PLAN, PRESETS, TAMPERED_PLAN, ExactWork, Side
 from scripts.evals.records import Records, RunRecord, WrongDirectory
 from scripts.evals.report import EvalReport, markdown, table, verdict_lines, write
 from scripts.evals.runner import Between, Evaluation
@@ -244,9 +244,10 @@ def test_a_side_without_states_or_checksums_has_none_to_show() -> None:
 
 def test_every_preset_of_kvtier_is_a_valid_configuration(tmp_path: Path) -> None:
     for preset in PRESETS.values():
-        side = Side(KVTIER, preset.region, preset.budget, dedup=False)
-        extra = side.transfer_config(tmp_path)["kv_connector_extra_config"]
-        assert Config.parse(extra).dedup is False
+        for name in (KVTIER, NO_DEDUP):
+            side = Side(name, preset.region, preset.budget)
+            extra = side.transfer_config(tmp_path)["kv_connector_extra_config"]
+            assert Config.parse(extra).dedup is (name == KVTIER)
     extra = Side(FS, "16MiB", "1GB").transfer_config(tmp_path)["kv_connector_extra_config"]
     assert extra["cpu_bytes_to_use"] == 16 << 20
     assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": str(tmp_path)}]
