@@ -23,9 +23,10 @@ _BARS = 0.76  # width of all bars of a model
 
 def table(results: Sequence[WorkResult], scale: float) -> Table:
     """`disk used` and `needed` are scaled back to the full disk."""
-    found = Table("model", title=f"sizes scaled back by {scale:g}")
+    found = Table(title=f"sizes scaled back by {scale:g}")
+    found.add_column("model", no_wrap=True)
     found.add_column("TP", justify="right")
-    found.add_column("stored")
+    found.add_column("stored", no_wrap=True)
     for title in ("row bytes", "needed", "disk used", "% of disk"):
         found.add_column(title, justify="right")
     found.add_column("state at the end")
