@@ -45,7 +45,7 @@ class FaultyHarness(StoreHarness):
         rows = self.rows
         slots = sum(rows.pool[number].free_count for number in rows.pool.numbers) + len(rows)
         assert slots == len(rows.pool.numbers) * rows.geometry.slots_per_segment
-        assert rows._writing == set()
+        assert rows.writing_count == 0
         assert not [name for name in files_under(self.options.root) if "partial" in name]
         usage = self.store.usage()
         on_disk = bytes_on_disk(self.options.root)

@@ -113,7 +113,7 @@ def test_a_fault_at_any_operation(memory_path: Path, code: int) -> None:
         assert harness.rows.keys(), f"operation {number}"
         harness.check()
         assert harness.rows.pin_count == 0
-        assert harness.rows._writing == set()
+        assert harness.rows.writing_count == 0
         harness.close()
         again = MixedHarness(harness.options.root)
         again.check()
