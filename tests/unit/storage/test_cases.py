@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import statistics
-import statistics
 import threading
 import time
 from collections import Counter
@@ -859,9 +858,8 @@ def test_b61_the_numbers_of_threads_mean_something(
     for key in K[10:30]:
         harness.rows.submit_write([key], filled_rows([key], R), results.append)
     if write_threads < io_threads:
-        started = time.monotonic()
         assert harness.read([K[0]])[0][0] is OK
-        assert time.monotonic() - started < 0.2, "not behind 20 writes"
+        assert len(results) < 20, "not behind 20 writes"
     wait_until(lambda: len(results) == 20)
     reads: list[JobResult] = []
     for key in K[10:30]:
