@@ -121,7 +121,7 @@ def evaluate(
     ] = None,
     restored: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Of what the cold run computed, the share to restore."),
+        typer.Option(min=0, max=1, help="Of what the cold run wrote, the share to read."),
     ] = RESTORED_MIN,
 ) -> None:
     """Evaluate cold, restart, evaluate warm, twice; one table at the end."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from scripts.evals.records import RunRecord
 
 RESTORED_MIN = 0.9
-"""Of the tokens that the cold run computed, the share that a warm run may not compute again: the
-rest is questions' last, partial chunks, which are never stored."""
+"""Of the bytes that the cold run wrote, the share that each warm run reads; and of the prompts'
+tokens, the share that it does not compute: what it does are last, partial chunks, never stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Bounds:
         return (
             f"a warm score within {self.tolerance:g} of the cold one, at most"
             f" {self.differing_max:.1%} of answers other than the cold run's, and at least"
-            f" {self.restored_min:.0%} of what the cold run computed not computed again"
+            f" {self.restored_min:.0%} of what the cold run wrote read, and of tokens not computed"
         )
 
 
@@ -34,9 +34,13 @@ def differing(cold: RunRecord, warm: RunRecord) -> int:
     return sum(cold.answers[name] != warm.answers[name] for name in cold.answers)
 
 
-def restored(cold: RunRecord, warm: RunRecord) -> float:
-    """Of the tokens that the cold run computed, the share that the warm one did not."""
-    return 1 - warm.tokens_computed / max(1, cold.tokens_computed)
+def came_from_disk(cold: RunRecord, warm: RunRecord, share: float) -> bool:
+    """Whether the warm run restored that share of what there was to restore."""
+    return (
+        warm.tokens_disk > 0
+        and warm.bytes_read >= share * cold.bytes_written
+        and warm.tokens_computed <= (1 - share) * warm.prompt_tokens
+    )
 
 
 def faults_of(runs: Sequence[RunRecord], bounds: Bounds) -> list[str]:
@@ -55,10 +59,11 @@ def faults_of(runs: Sequence[RunRecord], bounds: Bounds) -> list[str]:
         count = differing(cold, run)
         if count > bounds.differing_max * len(cold.answers):
             faults.append(f"{name}: {count} of {len(cold.answers)} answers differ")
-        if run.tokens_disk == 0 or restored(cold, run) < bounds.restored_min:
+        if not came_from_disk(cold, run, bounds.restored_min):
             faults.append(
                 f"{name} did not come from disk: {run.tokens_computed} tokens computed"
-                f" ({cold.tokens_computed} in run 1), {run.tokens_disk} from disk"
+                f" ({cold.tokens_computed} in run 1), {run.bytes_read} of"
+                f" {cold.bytes_written} bytes read"
             )
     for run in runs:
         if run.disk_budget_bytes is not None and run.disk_used_bytes > run.disk_budget_bytes:

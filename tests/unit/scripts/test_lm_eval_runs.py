@@ -76,7 +76,8 @@ def _with_other_answers(count: int) -> dict[str, str]:
         ({"score": 1.0001}, "1.0001 instead of 0.9900"),
         ({"answers": _with_other_answers(3)}, "3 of 200 answers differ"),
         ({"tokens_disk": 0}, "did not come from disk"),
-        ({"tokens_computed": 1301}, "did not come from disk: 1301 tokens computed (13000 in"),
+        ({"tokens_computed": 1500}, "did not come from disk: 1500 tokens computed (13000 in"),
+        ({"bytes_read": 8_800_000}, "8800000 of 9830400 bytes read"),
         ({"disk_used_bytes": 10**9 + 1}, "past the budget"),
         ({"rows_corrupt": 1}, "1 corrupt rows"),
     ],
@@ -85,7 +86,7 @@ def _with_other_answers(count: int) -> dict[str, str]:
 def test_each_broken_promise_is_a_fault(change: dict[str, Any], fault: str) -> None:
     [found] = faults_of([COLD, msgspec.structs.replace(WARM, **change)], BOUNDS)
     assert fault in found
-    kept = {"score": 0.9801, "answers": _with_other_answers(2), "tokens_computed": 1299}
+    kept = {"score": 0.9801, "answers": _with_other_answers(2), "bytes_read": 8_850_000}
     assert faults_of([COLD, msgspec.structs.replace(WARM, **kept)], BOUNDS) == []
 
 
@@ -400,6 +401,8 @@ class FakeServer(ThreadingHTTPServer):
         samples = {
             'vllm:prompt_tokens_by_source_total{source="local_compute"}': computed,
             'vllm:prompt_tokens_cached_by_source_total{source="disk"}': disk,
+            "kvtier:write_bytes_total": 0 if self.run else 9_000_000 * self.was_asked,
+            "kvtier:read_bytes_total": 9_000_000 if disk else 0,
             "process_start_time_seconds": 1.8e9 + self.run,
             "kvtier:disk_budget_bytes": 10**9,
             "kvtier:disk_used_bytes": 10**6,
