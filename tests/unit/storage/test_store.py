@@ -9,10 +9,10 @@ import multiprocessing
 import os
 import random
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -412,14 +412,14 @@ def test_a_second_owner_is_refused_and_told_of_the_first(harness: StoreHarness) 
     assert right(harness, KEYS[:1])
 
 
-def _own(options: StoreOptions, barrier: object, results: Connection) -> None:
-    barrier.wait()  # type: ignore[attr-defined]
+def _own(options: StoreOptions, barrier: Any, everybody_tried: Any, results: Connection) -> None:
+    barrier.wait()
     try:
         with DiskStore.open(options) as store:
             rows = store.open_rows(Identity("m", {}), ROW_BYTES)
             rows.write(KEYS[:6], filled_rows(KEYS[:6], ROW_BYTES))
-            time.sleep(0.5)
-        results.send("owner")
+            results.send("owner")
+            everybody_tried.wait(60)
     except RootInUse as exc:
         results.send(str(exc))
     except BaseException as exc:
@@ -429,13 +429,16 @@ def _own(options: StoreOptions, barrier: object, results: Connection) -> None:
 def test_of_eight_processes_that_start_at_once_one_owns_the_root(memory_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["storage.store", "storage.testing.rows"])
-    barrier = context.Barrier(8)
+    barrier, everybody_tried = context.Barrier(8), context.Event()
     options = options_for(memory_path / "a" / "b" / "root", ROW_BYTES, 16)
     pairs = [context.Pipe(duplex=False) for _ in range(8)]
-    processes = [context.Process(target=_own, args=(options, barrier, w)) for _, w in pairs]
+    processes = [
+        context.Process(target=_own, args=(options, barrier, everybody_tried, w)) for _, w in pairs
+    ]
     for process in processes:
         process.start()
     answers = [r.recv() if r.poll(60) else "no answer" for r, _ in pairs]
+    everybody_tried.set()
     for process in processes:
         process.join(30)
     assert answers.count("owner") == 1, answers
