@@ -310,6 +310,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_cli_verify_and_du_beside_a_process_that_writes(memory_path: Path, run: Run) -> None:
     root = memory_path / "root"
     command = [sys.executable, "-c", WRITER, str(root)]

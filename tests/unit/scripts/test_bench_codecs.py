@@ -23,6 +23,7 @@ def made_up_kv(_documents: int) -> torch.Tensor:
     return numbers * torch.logspace(-2, 2, 64)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_says_everything(direct_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "kv_of_documents", made_up_kv)
     out = direct_path / "out.json"

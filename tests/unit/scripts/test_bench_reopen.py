@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = str(ROOT / "scripts" / "bench" / "reopen.py")
 
 
+@pytest.mark.slow
 def test_a_tiny_run_says_everything(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, PROGRAM, "--directory", str(tmp_path), "--rows", "3000"]

@@ -29,6 +29,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_tiny_run_says_everything(direct_path: Path) -> None:
     out = direct_path / "out.json"
     done = run(

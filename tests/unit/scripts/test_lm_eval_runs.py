@@ -436,6 +436,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "restored", "code", "said"),
     [

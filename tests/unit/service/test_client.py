@@ -283,6 +283,7 @@ def test_a_killed_store_process_fails_its_jobs_and_comes_back(
     assert read_back(client, region, *range(8)) == [RowOutcome.OK] * 8
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_a_store_that_stands_still(
     client: StoreClient, region: FakeRegion
 ) -> None:
@@ -329,6 +330,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_the_store_process_ends_with_a_killed_engine_and_finishes_its_writes(
     options: StoreOptions,
 ) -> None:

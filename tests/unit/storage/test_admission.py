@@ -103,6 +103,7 @@ TRAFFIC = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [200, 1000])
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_learned_is_as_good_as_the_better_rule(traffic: str, slots: int) -> None:

@@ -96,6 +96,7 @@ def check_after_crash(root: Path, stored: set[RowKey], *, may_lose: bool = False
     return harness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "torn_bytes", "least"),
     [(None, 0, 60), ("pwritev", 1, 20), ("pwritev", 4096, 20), ("pwritev", 9000, 20),
@@ -124,6 +125,7 @@ def test_a_crash_at_any_operation(
     assert crashes >= least
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_operation_of_an_opening(memory_path: Path) -> None:
     """That also repairs, shrinks to a lower budget and gives back a stale namespace."""
     made = CrashingHarness(memory_path / "made", FaultyDevice(LocalDevice()))

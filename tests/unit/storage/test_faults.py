@@ -81,6 +81,7 @@ def test_whatever_operation_of_a_write_fails(memory_path: Path, code: int, resid
     assert rounds >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_whatever_operation_of_an_opening_fails(memory_path: Path, code: int) -> None:
     """It opens, or it says why not; what was stored is there after it or the next opening."""

@@ -380,6 +380,7 @@ def test_sharing_from_four_threads(memory_path: Path) -> None:
     assert watch.highest <= options.budget_bytes
 
 
+@pytest.mark.slow
 def test_crash_while_a_namespace_takes_a_segment(memory_path: Path) -> None:
     crashes = 0
     for device in each_operation(LocalDevice, Die()):

@@ -124,6 +124,7 @@ def test_scrub_of_a_place_that_the_disk_refuses(harness: FaultyHarness) -> None:
     harness.check({*K[:3]} - {place})
 
 
+@pytest.mark.slow
 def test_scrub_runs_by_itself_coldest_first_and_in_passes(harness: FaultyHarness) -> None:
     harness.write(K[:12])
     damage(harness, K[5])
@@ -185,6 +186,7 @@ def test_scrub_ends_with_the_store_while_it_is_busy(harness: FaultyHarness) -> N
     harness.open()
 
 
+@pytest.mark.slow
 def test_crash_at_any_operation_of_a_scrub_that_drops_and_keeps(memory_path: Path) -> None:
     crashes = 0
     for device in each_operation(LocalDevice, Die()):

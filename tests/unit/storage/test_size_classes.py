@@ -66,6 +66,7 @@ def history(harness: MixedHarness) -> None:
 # -- faults and crashes ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "op", "torn_bytes"),
     [("zstd", None, 0), ("zstd", "pwritev", 4096), ("blosc-lz4", "pwritev", 9000)],
@@ -101,6 +102,7 @@ def test_a_crash_at_any_operation(
     assert crashes >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_fault_at_any_operation(memory_path: Path, code: int) -> None:
     struck = 0

@@ -19,6 +19,7 @@ THREADS = 6
 SECONDS = 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["blosc-lz4", "zstd"])
 def test_no_row_is_wrong_however_busy_the_store_is(
     memory_path: Path, codec: str, caplog: pytest.LogCaptureFixture

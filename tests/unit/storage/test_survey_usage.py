@@ -305,6 +305,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_usage_beside_a_process_that_writes(memory_path: Path) -> None:
     root = memory_path / "root"
     command = [sys.executable, "-c", WRITER, str(root)]
@@ -362,6 +363,7 @@ def test_usage_is_remembered_over_openings(memory_path: Path) -> None:
     assert group["status"].attrs["kvtier"]["status"]["rows"] == 6
 
 
+@pytest.mark.slow
 def test_the_history_of_usage_is_bounded(tmp_path: Path) -> None:
     now = [1_800_000_000.0]
     keeper = StatusKeeper(tmp_path, LocalDevice(), lambda: now[0])
@@ -451,6 +453,7 @@ def synthetic_root(root: Path, rows: int) -> None:
             file.truncate(geometry.segment_bytes)
 
 
+@pytest.mark.slow
 def test_usage_of_a_million_rows_is_read_in_three_seconds(tmp_path: Path) -> None:
     root = tmp_path / "root"
     synthetic_root(root, 1_000_000)
