@@ -47,10 +47,12 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def mount() -> Iterator[Callable[..., Path]]:
     """`mount("tmpfs", "size=8m")`, `mount("ext4", size_bytes=24 << 20, mkfs=("-m", "20"))`: an
     empty file system of its own.  Skips without the right to mount."""
     mounted: list[Path] = []
+    # Not below tmp_path: pytest removes those of runs that were killed, and must meet no mount.
+    scratch = Path(tempfile.mkdtemp(prefix="kvtier-test-disk-", dir="/var/tmp"))
 
     def run(*command: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -62,12 +64,12 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     ) -> Path:
         if os.geteuid():
             pytest.skip("mounting needs root")
-        at = tmp_path / f"disk{len(mounted)}"
+        at = scratch / f"disk{len(mounted)}"
         at.mkdir()
         if kind == "tmpfs":
             run("mount", "-t", "tmpfs", "-o", options, "kvtier-test", str(at))
         else:
-            image = tmp_path / f"image{len(mounted)}"
+            image = scratch / f"image{len(mounted)}"
             with image.open("wb") as file:
                 file.truncate(size_bytes)
             run(f"mkfs.{kind}", "-q", "-F", *mkfs, str(image))
@@ -78,6 +80,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield make
     for at in mounted:
         subprocess.run(["umount", str(at)], check=True, timeout=60)
+    shutil.rmtree(scratch)
 
 
 @pytest.fixture(autouse=True)
