@@ -11,8 +11,8 @@ not be evicted for others, or two requests could take each other's chunks for ev
 what it found; only requests that arrived before it may evict that.  So the oldest request always
 gets through, and one that wants more than the region has loads the part that fits.
 
-Nothing waits for ever: a request for which disk reads, slots or the stores of other requests do not
-come within `promotion_timeout_s` of its first wait finds a miss instead.  A row whose read hangs is a
+Nothing waits for ever: a request for which disk reads, slots or the stores of others do not come
+within `promotion_timeout_s` of its first wait finds a miss instead.  A row whose read hangs is a
 miss for everybody; its slot, like that of a write that hangs, stays the store's until the disk lets
 go.  The slots of a store that some rank never acknowledges stay lost: the rank may be writing.
 

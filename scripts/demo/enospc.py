@@ -89,6 +89,8 @@ def _chosen(presets: Sequence[str]) -> list[Work]:
 
 def _run_all(works: Sequence[Work], scale: float, file_system: FileSystem) -> list[WorkResult]:
     signal.signal(signal.SIGTERM, _exit)
+    # Ignored by whoever a shell started in the background: the mount must go all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     console = Console(stderr=True)
     results = []
     for work in works:
