@@ -37,7 +37,7 @@ OK, MISSING = RowOutcome.OK, RowOutcome.MISSING
 def work(options: StoreOptions, seed: int, reports: Connection) -> None:
     """Opens the root, then writes, reads, touches and removes at random until it is killed.
 
-    Reports each job after its result: ("stored" | "gone", numbers), or "wrong" for wrong bytes.
+    Reports each write after its result, ("stored", numbers), and "wrong" for wrong bytes.
     """
     rng = random.Random(seed)
     store = DiskStore.open(options)
@@ -60,8 +60,8 @@ def work(options: StoreOptions, seed: int, reports: Connection) -> None:
                 ):
                     reports.send(("wrong", [int(outcome)]))
         elif what < 0.95:
+            reports.send(("removing", numbers))  # before: it may be killed once they are gone
             rows.remove(keys)
-            reports.send(("removed", numbers))
         else:
             store.maintain()
 
