@@ -185,6 +185,6 @@ def test_a_store_that_cannot_be_had_ends_the_start_with_a_line_that_says_why(
     with pytest.raises(ServeError, match="ended with code"):
         server.start()
     lines = [li for li in server.log_path.read_text().splitlines() if "connector.py" in li]
-    why = f"root: make_directory {tmp_path}/store: File exists (EEXIST)"
+    why = f"root: lock {tmp_path}/store: Not a directory (ENOTDIR); expected a directory that this"
     assert any("ERROR" in li and why in li for li in lines), lines
     assert regions_left(tmp_path) == []
