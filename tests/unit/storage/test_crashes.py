@@ -309,5 +309,6 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs: too slow")
+@pytest.mark.slow
 class TestAnyHistory(AnyHistory.TestCase):  # type: ignore[valid-type, misc]
     settings = settings(max_examples=25, stateful_step_count=25, print_blob=True)
