@@ -30,11 +30,11 @@ eval: $(VLLM) $(EVAL)  ## lm-eval cold, restarted warm, warm again: PRESET=recal
 	@$(BIN)/python scripts/lm_eval_runs.py --preset $(PRESET) $(ARGS)
 
 test: check $(VLLM) $(EVAL)  ## All tests, those with the real vLLM too
-	@$(BIN)/pytest tests/unit -q -m slow
+	@$(BIN)/pytest tests/unit -q -m slow -n 2
 	@$(BIN)/pytest tests/integration $(ARGS)
 
 check: lint  ## Style, types and the quick unit tests, without vLLM
-	@$(BIN)/pytest tests/unit -x -q -m "not slow" $(ARGS)
+	@$(BIN)/pytest tests/unit -x -q -m "not slow" -n 2 $(ARGS)
 
 lint: $(CORE)  ## Style and types alone
 	@$(BIN)/ruff check --quiet .
