@@ -134,6 +134,16 @@ class Config:
         )
 
 
+def disk_options(raw: Mapping[str, Any], where: str) -> StoreOptions:
+    """Check the settings of a disk that stand by themselves, at `where`.  Raises `ConfigError`."""
+    _refuse_unknown(raw, DiskSettings, where)
+    try:
+        settings = msgspec.convert(dict(raw), DiskSettings)
+    except msgspec.ValidationError as exc:
+        raise _as_config_error(exc, raw, where) from None
+    return _store_options(settings, where)
+
+
 def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
     drives = _drives(disk, where)
     if not 1 <= disk.io_threads <= 256:

@@ -132,11 +132,16 @@ def collect(
     yield Sample(REPLICATION_INFO, (*info, reasons(layout) if layout.ranks > 1 else ""), 1.0)
     if store is None:
         return
-    usage = store.usage
     yield Sample(CHUNK_HITS, ("disk",), counters.disk_hits)
     yield Sample(PROMOTIONS_FAILED, (), counters.promotions_failed)
     yield Sample(PROMOTIONS_TIMED_OUT, (), counters.promotions_timed_out)
     yield Sample(WRITES_NOT_STORED, (), counters.writes_not_stored)
+    yield from collect_store(store)
+
+
+def collect_store(store: StoreFigures) -> Iterator[Sample]:
+    """The part of `collect` that the store alone tells."""
+    usage = store.usage
     yield Sample(CHUNKS_EVICTED, ("disk",), usage.rows_evicted)
     yield Sample(READ_BYTES, ("disk",), usage.bytes_read)
     yield Sample(WRITE_BYTES, ("disk",), usage.bytes_written)

@@ -269,10 +269,21 @@ def identity(vllm_config: Any, offloading_config: Any, layout: RowLayout) -> Ide
 
     Raises `ConfigError` naming what can't be established.
     """
+    rows: dict[str, Json] = {
+        "row_format": ROW_FORMAT,
+        "blocks_per_chunk": layout.blocks_per_chunk,
+        **row_identity(layout),
+    }
+    return identity_of_rows(vllm_config, offloading_config, rows)
+
+
+def identity_of_rows(
+    vllm_config: Any, offloading_config: Any, rows: Mapping[str, Json]
+) -> Identity:
+    """As `identity`, of rows whose own layout `rows` describes."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     fields: dict[str, Json] = {
         "engine": f"vllm {vllm_version}",
-        "row_format": ROW_FORMAT,
         **_model_identity(model),
         "draft": _draft_identity(vllm_config),
         "kv_cache_dtype": offloading_config.model.dtype,
@@ -284,9 +295,8 @@ def identity(vllm_config: Any, offloading_config: Any, layout: RowLayout) -> Ide
         "hash_seed": _hash_seed(cache.prefix_caching_hash_algo),
         "tokens_per_hash": offloading_config.cache.tokens_per_hash,
         "tokens_per_block": [group.tokens_per_block for group in offloading_config.groups],
-        "blocks_per_chunk": layout.blocks_per_chunk,
         "groups": [list(group.layer_names) for group in offloading_config.groups],
-        **row_identity(layout),
+        **rows,
     }
     return Identity(_display_name(model), fields, _element_bytes(offloading_config.model.dtype))
 

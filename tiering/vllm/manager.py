@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     Medium,
@@ -22,9 +21,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from storage.service.client import StoreClient
 from storage.types import RowKey
 from tiering.manager import LookupResult, Tier, TieringManager, chunk_keys
-from tiering.metrics import Increments, Kind, StoreFigures, collect
+from tiering.metrics import Increments, StoreFigures, collect
 from tiering.region import Region
 from tiering.rows import RowLayout
+from tiering.vllm.stats import connector_stats
 
 _RESULTS = {
     LookupResult.HIT: VllmLookupResult.HIT,
@@ -122,16 +122,9 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         figures = None
         if self._client is not None:
             figures = StoreFigures(self._client.usage, self._client.is_up, self._client.restarts)
-        stats = OffloadingConnectorStats()
         if self._layout is None:
-            return stats
-        for sample in collect(self._manager, self._layout, figures):
-            metric, labels = sample.metric, sample.labels
-            if metric.kind is Kind.GAUGE:
-                stats.set_gauge(metric.name, sample.value, labels)
-            elif (increment := self._increments.of(sample)) is not None:
-                stats.increase_counter(metric.name, increment, labels)
-        return stats
+            return connector_stats((), self._increments)
+        return connector_stats(collect(self._manager, self._layout, figures), self._increments)
 
     def shutdown(self) -> None:
         self._manager.close()

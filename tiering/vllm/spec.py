@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from vllm.v1.kv_offload.base import (
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
-    OffloadingSpec,
-)
+from vllm.v1.kv_offload.base import OffloadingSpec
 
 from storage.errors import ConfigError
 from storage.service.client import RegionRows, StoreClient
@@ -19,7 +15,7 @@ from storage.sizes import format_size
 from storage.store import rows_that_fit
 from tiering.config import Config
 from tiering.manager import TieringManager
-from tiering.metrics import ALL, Kind
+from tiering.metrics import ALL
 from tiering.primary import PrimaryTier
 from tiering.region import Region, announce_layers, collect_layers
 from tiering.rows import RowLayout
@@ -27,6 +23,7 @@ from tiering.summary import capacity_line, dedup_line, row_facts
 from tiering.topology import Parallelism
 from tiering.vllm.facts import EngineFacts, identity, row_layers
 from tiering.vllm.manager import VllmManager
+from tiering.vllm.stats import metric_definitions
 from tiering.vllm.worker import make_worker
 
 log = logging.getLogger("kvtier.vllm")
@@ -69,8 +66,7 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003
-        kinds = {Kind.COUNTER: OffloadingCounterMetadata, Kind.GAUGE: OffloadingGaugeMetadata}
-        return {m.name: kinds[m.kind](documentation=m.help, labelnames=m.labels) for m in ALL}
+        return metric_definitions(ALL)
 
     def get_worker(self, kv_caches: Any) -> Any:
         """This rank's worker, over the region that all ranks share or over rows of its own."""
