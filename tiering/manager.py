@@ -110,8 +110,6 @@ class TieringManager:
         self.primary = primary
         self.secondary = secondary
         self.counters = ManagerCounters()
-        self.on_stored: Callable[[Sequence[RowKey], Tier], None] | None = None
-        self.on_removed: Callable[[Sequence[RowKey], Tier], None] | None = None
         self._promotion_timeout_s = promotion_timeout_s
         self._now = now
         self._requests: dict[str, _Request] = {}
@@ -335,8 +333,6 @@ class TieringManager:
         self.primary.publish(ordered)
         self.primary.touch(ordered)
         self.counters.chunks_stored += len(ordered)
-        if self.on_stored is not None and ordered:
-            self.on_stored(ordered, Tier.REGION)
         self._cascade(ordered)
 
     def _cascade(self, chunks: list[RowKey]) -> None:
@@ -424,8 +420,6 @@ class TieringManager:
         self._forget_holders(keys)
         for key in keys:
             self._offer_at.pop(key, None)
-        if self.on_removed is not None and keys:
-            self.on_removed(keys, Tier.REGION)
 
     def _forget_holders(self, keys: list[RowKey]) -> None:
         """Chunks left the region: who held them holds them no more."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from storage.changes import ChangeLog, Changes
 from storage.eviction import LeastRecentlyUsed
 from storage.types import RowKey
 from tiering.slots import SlotPool
@@ -40,6 +41,7 @@ class PrimaryTier:
         self._evictable: LeastRecentlyUsed[RowKey] = LeastRecentlyUsed()
         self._allocations = 0
         self.evictions = 0
+        self._changes: ChangeLog | None = None
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -114,6 +116,8 @@ class PrimaryTier:
             assert chunk.state is not ChunkState.READY, f"{key.hex()} was published twice"
             chunk.state = ChunkState.READY
             self._evictable.add(key)
+            if self._changes is not None:
+                self._changes.note_stored([key])
 
     def abandon(self, keys: Iterable[RowKey]) -> None:
         """STORING or READING chunks failed: their slots are free."""
@@ -151,10 +155,34 @@ class PrimaryTier:
 
     def clear(self) -> None:
         """Forget every chunk.  The caller knows that no transfer uses a slot."""
+        if self._changes is not None:
+            self._changes.note_lost(self._ready())
         self._slots.release(chunk.slot for chunk in self._chunks.values())
         self._chunks.clear()
         self._evictable = LeastRecentlyUsed()
 
+    # -- who wants to know ----------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """From here on `take_changes` tells which chunks become READY, and which of those go."""
+        self._changes = ChangeLog(self._ready())
+
+    @property
+    def change_count(self) -> int:
+        """Changes to take; 0 if nobody follows."""
+        return 0 if self._changes is None else len(self._changes)
+
+    def take_changes(self, limit: int) -> Changes:
+        """The next changes, `limit` at most.  Only after `follow`.  Who applies all of them knows
+        the chunks that are READY."""
+        assert self._changes is not None, "nobody follows"
+        return self._changes.take(limit)
+
+    def _ready(self) -> set[RowKey]:
+        return {k for k, chunk in self._chunks.items() if chunk.state is ChunkState.READY}
+
     def _forget(self, key: RowKey) -> None:
         self._evictable.remove(key)
         self._slots.release([self._chunks.pop(key).slot])
+        if self._changes is not None:
+            self._changes.note_removed([key])

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from storage.changes import ChangeLog, Changes
 from storage.errors import StorageError
 from storage.facts import RowFacts
 from storage.namespace import Identity
@@ -130,7 +131,8 @@ class StoreClient:
         self._rows = replace(rows, fd=os.dup(rows.fd))
         self._spawn = spawn
         self._now = now
-        self._keys: set[bytes] = set()
+        self._keys: set[RowKey] = set()
+        self._changes: ChangeLog | None = None
         self._jobs: dict[int, int] = {}  # job id -> number of outcomes
         self._hung: dict[int, set[int]] = {}  # job id -> positions not released yet
         self._released: list[tuple[int, int]] = []
@@ -221,6 +223,24 @@ class StoreClient:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def follow(self) -> None:
+        """From here on `take_changes` tells how the replica changes, beginning with all it has."""
+        self._changes = ChangeLog(self._keys)
+
+    @property
+    def change_count(self) -> int:
+        """Changes to take; 0 if nobody follows."""
+        return 0 if self._changes is None else len(self._changes)
+
+    def take_changes(self, limit: int) -> Changes:
+        """The next keys, `limit` at most, that the store holds no more, and that it holds now.
+
+        Only after `follow`.  Who applies all of them knows what `in` answers, whatever happened: a
+        store process that is gone holds nothing, and one that came back what it then found.
+        """
+        assert self._changes is not None, "nobody follows"
+        return self._changes.take(limit)
 
     def read(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int:
         """Copy rows from disk to region rows `slots`; the job's id.  The slots are the store's
@@ -372,9 +392,9 @@ class StoreClient:
                 if not left:
                     self._hung.pop(job_id, None)
             case Published(keys):
-                self._keys.update(keys)
+                self._publish(keys)
             case Withdrawn(keys):
-                self._keys.difference_update(keys)
+                self._withdraw(keys)
             case Usage():
                 self.usage = reply
             case Attached(pid, slots_per_segment, segment_bytes, direct):
@@ -391,6 +411,20 @@ class StoreClient:
             case Refused(reason):
                 self._refusal = reason
                 log.error("store refused: %s", reason)
+
+    def _publish(self, keys: list[RowKey]) -> None:
+        if self._changes is not None:
+            new = [key for key in dict.fromkeys(keys) if key not in self._keys]
+            if self._ready:
+                self._changes.note_stored(new)
+            else:
+                self._changes.note_found(new)
+        self._keys.update(keys)
+
+    def _withdraw(self, keys: list[RowKey]) -> None:
+        if self._changes is not None:
+            self._changes.note_removed(self._keys.intersection(keys))
+        self._keys.difference_update(keys)
 
     def _lost(self) -> None:
         """The connection is gone, and with it the index; the jobs end with the process."""
@@ -419,4 +453,6 @@ class StoreClient:
             self._connection = None
         self._ready = False
         self._unsent.clear()
-        self._keys.clear()
+        if self._changes is not None:
+            self._changes.note_lost(self._keys)
+        self._keys = set()

@@ -15,6 +15,7 @@ import msgspec
 
 from storage.facts import RowFacts
 from storage.options import StoreOptions
+from storage.types import RowKey
 
 PROTOCOL_VERSION = 2
 FRAME_HEAD = struct.Struct("<I")
@@ -84,11 +85,11 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Published(msgspec.Struct, tag="published", frozen=True):
-    keys: list[bytes]
+    keys: list[RowKey]
 
 
 class Withdrawn(msgspec.Struct, tag="withdrawn", frozen=True):
-    keys: list[bytes]
+    keys: list[RowKey]
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):

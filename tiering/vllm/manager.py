@@ -24,6 +24,7 @@ from tiering.manager import LookupResult, Tier, TieringManager, chunk_keys
 from tiering.metrics import Increments, StoreFigures, collect
 from tiering.region import Region
 from tiering.rows import RowLayout
+from tiering.vllm.events import EventStream
 from tiering.vllm.stats import connector_stats
 
 _RESULTS = {
@@ -32,6 +33,7 @@ _RESULTS = {
     LookupResult.RETRY: VllmLookupResult.RETRY,
     LookupResult.MISS: VllmLookupResult.MISS,
 }
+_DISK = "disk"  # the name of the tier in events
 _SOURCES = {Tier.REGION: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
 
@@ -48,18 +50,30 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         layout: RowLayout | None = None,
         region: Region | None = None,
         client: StoreClient | None = None,
+        *,
+        announces: bool = False,
     ) -> None:
+        """`announces`: somebody wants KV events, and takes them in each step."""
         self._manager = manager
         self._layout = layout
         self._region = region
         self._client = client
         self._increments = Increments()
+        self._announces = announces
+        self._events = EventStream()
+        if announces:
+            self._events.add_region(manager.primary)
+            if client is not None:
+                self._events.add_disk(_DISK, client)
 
     def use_private_rows(self, layout: RowLayout, row_count: int) -> None:
         """The ranks have `row_count` slots each.  Comes once, before the first request."""
         assert self._region is None, "the ranks share a region"
         self._layout = layout
         self._manager.use_slots(row_count)
+        if self._announces:
+            self._events = EventStream()
+            self._events.add_region(self._manager.primary)
 
     def on_new_request(self, req_context: Any) -> Any:
         self._manager.begin(req_context.req_id)
@@ -106,10 +120,10 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         self._manager.end_step()
 
     def has_pending_work(self) -> bool:
-        return self._manager.has_pending_work()
+        return self._manager.has_pending_work() or self._events.is_pending
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._events.take()
 
     def reset_cache(self) -> None:
         if not self._manager.reset():

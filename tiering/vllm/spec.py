@@ -63,6 +63,7 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         # Writers are elected page by page, in the worker: vLLM must not elect rank 0 for all.
         self.replicated_layout = False
         self.offload_prompt_only = self._config.offload_prompt_only
+        self._announces = self.kv_events_config.enable_kv_cache_events
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003
@@ -136,14 +137,14 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
             promotion_timeout_s=self._config.promotion_timeout_s,
         )
         self._log_start(region.layout, region.row_count)
-        return VllmManager(manager, region.layout, region, client)
+        return VllmManager(manager, region.layout, region, client, announces=self._announces)
 
     def _manager_of_private_rows(self) -> VllmManager:
         """One without a slot until `ranks_reported`: nothing here can see the ranks' memory."""
         log.warning(
             "ranks keep private rows, without dedup: %s", "; ".join(self._facts.parallel.refusals())
         )
-        return VllmManager(TieringManager(PrimaryTier(0), None))
+        return VllmManager(TieringManager(PrimaryTier(0), None), announces=self._announces)
 
     def ranks_reported(self, reports: Sequence[RankReport]) -> None:
         """Agree with ranks of private rows on how many slots there are: as many as the one with
