@@ -123,8 +123,9 @@ class StoreClient:
     ) -> None:
         """`facts` are for those who look at the store; see `RowFacts`."""
         self.usage = Usage()
-        """The latest figures, as sent with each finished job."""
+        """The latest figures, as sent with each finished job; counted over all store processes."""
         self.restarts = 0
+        self._usage_before: Usage | None = None  # of processes that ended
         self._options = options
         self._identity = identity
         self._facts = facts
@@ -327,6 +328,7 @@ class StoreClient:
             self._unsent = bytearray(frame[sent:])
 
     def _restart(self) -> None:
+        self._usage_before = self.usage
         self._restart_at = self._now() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
         self.restarts += 1
@@ -396,7 +398,8 @@ class StoreClient:
             case Withdrawn(keys):
                 self._withdraw(keys)
             case Usage():
-                self.usage = reply
+                before = self._usage_before
+                self.usage = reply if before is None else reply.after(before)
             case Attached(pid, slots_per_segment, segment_bytes, direct):
                 log.info(
                     "store process %d: segments of %d rows, %d bytes, %s I/O",

@@ -7,11 +7,13 @@ order.  The region's file descriptor travels once, with the frame that holds `At
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import fields, replace
 
 from storage.facts import RowFacts
 from storage.options import StoreOptions
@@ -169,6 +171,24 @@ class Usage(msgspec.Struct, tag="usage", frozen=True):
     bytes_after_codec: int = 0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+    def after(self, before: Usage) -> Usage:
+        """These figures, with what a process before this one had counted: so counters never go
+        back.  What is not counted is as it is now."""
+        sums = {name: getattr(self, name) + getattr(before, name) for name in _COUNTED}
+        changes = Counter(before.state_changes)
+        changes.update(self.state_changes)
+        return replace(self, **sums, state_changes=dict(changes))
+
+
+_MEASURED = frozenset(
+    {"budget_bytes", "effective_bytes", "used_bytes", "errno", "rows", "segments"}
+)
+_COUNTED = tuple(
+    field.name
+    for field in fields(Usage)
+    if field.type in (int, float) and field.name not in _MEASURED
+)
 
 
 Request = Attach | Read | Write | Touch | Clear

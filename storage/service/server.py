@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from storage.drives import DriveRows, open_store
+from storage.drives import DriveRows, DriveStore, open_store
 from storage.errors import DeviceError, StorageError
 from storage.namespace import Identity
 from storage.rowstore import JobResult, RowStore
@@ -42,6 +42,7 @@ from storage.service.messages import (
     Withdrawn,
     Write,
 )
+from storage.store import DiskStore
 from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.service")
@@ -175,13 +176,16 @@ class Session:
 
     def send_usage(self) -> None:
         """Tell the engine the present figures."""
-        usage = self.store.usage()
-        counters = self.rows.count()
-        roots = {
-            root: RootUsage(of.budget_bytes, of.used_bytes, of.state)
-            for root, of in self.store.usages().items()
-        }
-        self._outbox.put(Usage(**usage._asdict(), **vars(counters), roots=roots))
+        self._outbox.put(figures_of(self.store, self.rows))
+
+
+def figures_of(store: DiskStore | DriveStore, rows: RowStore | DriveRows) -> Usage:
+    """The present figures of a root, or of several, and of one namespace."""
+    roots = {
+        root: RootUsage(of.budget_bytes, of.used_bytes, of.state)
+        for root, of in store.usages().items()
+    }
+    return Usage(**store.usage()._asdict(), **vars(rows.count()), roots=roots)
 
 
 def _row_keys(keys: list[bytes]) -> list[RowKey]:
