@@ -47,7 +47,8 @@ class _Spec(OffloadingSpec):  # type: ignore[misc]
         raise NotImplementedError
 
 
-def _spec(row_bytes: int) -> _Spec:
+def bench_spec(row_bytes: int) -> _Spec:
+    """One layer of one rank, one block per chunk."""
     return _Spec(
         OffloadingConfig(
             groups=(OffloadingGroupConfig(16, ("layer",), 0),),
@@ -80,7 +81,7 @@ class FsSide:
         self._directory = directory
         self._context = ReqContext(req_id="bench")
         self._tier = FileSystemTierManager(
-            _spec(rows.shape[1]), rows.data, "fs", root_dir=str(directory)
+            bench_spec(rows.shape[1]), rows.data, "fs", root_dir=str(directory)
         )
         self._job_id = 0
 

@@ -216,6 +216,11 @@ class StoreClient:
         """Jobs whose result has not been polled yet."""
         return len(self._jobs) + len(self._finished)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Messages that wait for the store process to take them."""
+        return len(self._unsent)
+
     # -- asking and doing -----------------------------------------------------------------------
 
     def __contains__(self, key: bytes) -> bool:
