@@ -133,6 +133,10 @@ class DriveStore:
         """Figures of each root, by its path."""
         return {str(store.root): store.usage() for store in self.stores}
 
+    def has_root(self) -> bool:
+        """As `DiskStore.has_root`, of every drive."""
+        return all(store.has_root() for store in self.stores)
+
     def maintain(self) -> None:
         """As `DiskStore.maintain`."""
         for store in self.stores:

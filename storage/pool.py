@@ -66,6 +66,10 @@ class Owner(Protocol):
         """Charge `size_bytes` once others gave up what they must; False if refused."""
         ...
 
+    def has_root(self) -> bool:
+        """Whether the directory that is locked is still there."""
+        ...
+
     def note_external_removals(self, count: int) -> None:
         """Somebody removed the files of so many segments."""
         ...
@@ -374,6 +378,8 @@ class SegmentPool:
             taken = self._segments.keys() | self._left_alone
         number = SegmentId(next(i for i in range(len(taken) + 1) if i not in taken))
         try:
+            if not owner.has_root():
+                raise DeviceError("find", owner.root, errno.ENOENT)
             if self._is_new:
                 self._make_namespace()
             if number >= self._metadata_count:  # zarr must know a shard before it is there

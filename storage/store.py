@@ -429,6 +429,14 @@ class DiskStore:
             )
         return False
 
+    def has_root(self) -> bool:
+        """Whether the root is still there, as far as the disk says.  Once somebody removed it
+        nothing more is made: what may stand in its place is not locked, and may be another's."""
+        try:
+            return self.device.is_linked(self._lock_fd)
+        except DeviceError:
+            return True
+
     def _donor_for(self, asker: SegmentPool) -> RowStore | None:
         """Which open namespace gives way to a segment of the asker.  Under the lock."""
         stores = list(self._stores.values())
@@ -591,6 +599,8 @@ class DiskStore:
                 self._write_status(is_open=True)
 
     def _write_status(self, *, is_open: bool) -> None:
+        if not self.has_root():
+            return
         usage = self.usage()
         counts = {name: rows.count() for name, rows in self._stores.items()}
         status = StoreStatus(

@@ -6,7 +6,8 @@ one thread, the scheduler's, makes all calls.
 
 The store process may die.  Then all its I/O has ended (a process is gone only when its threads
 have left the kernel), its jobs are reported as failed, lookups miss, and a new process is started
-after a back-off.
+after a back-off.  Or it stands still: then its jobs are HUNG and lookups miss until it says
+something again, and nothing is started, for it still has the root and the region.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from storage.service.messages import (
     Withdrawn,
     Write,
 )
+from storage.service.silence import SilenceWatch
 from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.client")
@@ -132,9 +134,13 @@ class StoreClient:
         self._rows = replace(rows, fd=os.dup(rows.fd))
         self._spawn = spawn
         self._now = now
-        self._keys: set[RowKey] = set()
+        self._keys: set[RowKey] = set()  # replica of the index
+        self._found: set[RowKey] = self._keys  # what lookups find: the replica, or nothing
         self._changes: ChangeLog | None = None
         self._jobs: dict[int, int] = {}  # job id -> number of outcomes
+        self._given_up: dict[int, int] = {}  # as `_jobs`, of jobs reported as HUNG unanswered
+        self._silence = SilenceWatch(options.read_timeout_s, options.write_timeout_s, now)
+        self._is_silent = False
         self._hung: dict[int, set[int]] = {}  # job id -> positions not released yet
         self._released: list[tuple[int, int]] = []
         self._next_job_id = 0
@@ -205,7 +211,7 @@ class StoreClient:
     @property
     def is_up(self) -> bool:
         """Whether the store process serves: else lookups miss and jobs fail at once."""
-        return self._ready
+        return self._ready and not self._is_silent
 
     @property
     def store_pid(self) -> int | None:
@@ -225,7 +231,7 @@ class StoreClient:
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the store has `key`, as far as is known here.  A stale yes is a clean miss."""
-        return key in self._keys
+        return key in self._found
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -276,6 +282,7 @@ class StoreClient:
         if self._connection is not None:
             self._send_pending()
             self._receive()
+            self._notice_silence()
         elif self._reap() and not self._closed and self._now() >= self._restart_at:
             self._restart()
         finished, self._finished = self._finished, []
@@ -290,7 +297,7 @@ class StoreClient:
     def _submit(self, request: Read | Write | Clear) -> int:
         self._next_job_id += 1
         count = 1 if isinstance(request, Clear) else len(request.keys)
-        if not self._ready:
+        if not self.is_up:
             self._finish(request.job_id, count, RowOutcome.FAILED)
         elif len(self._unsent) >= _UNSENT_BYTES_MAX:
             is_write = isinstance(request, Write)
@@ -298,11 +305,32 @@ class StoreClient:
             self._finish(request.job_id, count, outcome)
         else:
             self._jobs[request.job_id] = count
+            if not isinstance(request, Clear):
+                self._silence.begin(request.job_id, is_read=isinstance(request, Read))
             self._send(request)
         return request.job_id
 
     def _finish(self, job_id: int, count: int, outcome: RowOutcome) -> None:
         self._finished.append(FinishedJob(job_id, [outcome] * count, 0, 0.0))
+
+    # -- silence --------------------------------------------------------------------------------
+
+    def _notice_silence(self) -> None:
+        """Of a store that stands still no job is waited for any longer."""
+        if not self._silence.stands_still():
+            return
+        log.warning("the store process stands still; the disk tier misses until it goes on")
+        self._is_silent, self._found = True, set()
+        for job_id in self._silence.give_up():
+            count = self._given_up[job_id] = self._jobs.pop(job_id)
+            self._hung[job_id] = set(range(count))
+            self._finish(job_id, count, RowOutcome.HUNG)
+
+    def _heard(self) -> None:
+        self._silence.heard()
+        if self._is_silent:
+            log.warning("the store process goes on")
+            self._is_silent, self._found = False, self._keys
 
     # -- connection -----------------------------------------------------------------------------
 
@@ -369,6 +397,7 @@ class StoreClient:
             if not data:
                 self._lost()
                 return
+            self._heard()
             try:
                 for body in self._splitter.feed(data):
                     for reply in messages.reply_decoder.decode(body):
@@ -382,22 +411,21 @@ class StoreClient:
     def _handle(self, reply: messages.Reply) -> None:
         match reply:
             case Done(job_id, outcomes, bytes_moved, seconds):
-                if self._jobs.get(job_id) != len(outcomes):
+                count = self._jobs.get(job_id) or self._given_up.get(job_id)
+                if count != len(outcomes):
                     raise ValueError(f"{len(outcomes)} outcomes of job {job_id}")
                 decoded = [RowOutcome(code) for code in outcomes]
-                del self._jobs[job_id]
-                self._finished.append(FinishedJob(job_id, decoded, bytes_moved, seconds))
                 hung = {i for i, o in enumerate(decoded) if o is RowOutcome.HUNG}
+                if self._given_up.pop(job_id, None) is not None:
+                    self._release(job_id, sorted(self._hung[job_id] - hung))
+                    return
+                del self._jobs[job_id]
+                self._silence.end(job_id)
+                self._finished.append(FinishedJob(job_id, decoded, bytes_moved, seconds))
                 if hung:
                     self._hung[job_id] = hung
             case Released(job_id, positions):
-                left = self._hung.get(job_id, set())
-                if not left.issuperset(positions):
-                    raise ValueError(f"release of rows of job {job_id} that do not hang")
-                left.difference_update(positions)
-                self._released += [(job_id, position) for position in positions]
-                if not left:
-                    self._hung.pop(job_id, None)
+                self._release(job_id, positions)
             case Published(keys):
                 self._publish(keys)
             case Withdrawn(keys):
@@ -419,6 +447,15 @@ class StoreClient:
             case Refused(reason):
                 self._refusal = reason
                 log.error("store refused: %s", reason)
+
+    def _release(self, job_id: int, positions: list[int]) -> None:
+        left = self._hung.get(job_id, set())
+        if not left.issuperset(positions):
+            raise ValueError(f"release of rows of job {job_id} that do not hang")
+        left.difference_update(positions)
+        self._released += [(job_id, position) for position in positions]
+        if not left:
+            self._hung.pop(job_id, None)
 
     def _publish(self, keys: list[RowKey]) -> None:
         if self._changes is not None:
@@ -450,6 +487,8 @@ class StoreClient:
         for job_id, count in self._jobs.items():
             self._finish(job_id, count, RowOutcome.FAILED)
         self._jobs.clear()
+        self._given_up.clear()
+        self._silence.give_up()
         for job_id, positions in self._hung.items():
             self._released += [(job_id, position) for position in sorted(positions)]
         self._hung.clear()
@@ -463,4 +502,5 @@ class StoreClient:
         self._unsent.clear()
         if self._changes is not None:
             self._changes.note_lost(self._keys)
-        self._keys = set()
+        self._keys = self._found = set()
+        self._is_silent = False

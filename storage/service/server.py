@@ -214,7 +214,7 @@ def serve(connection: socket.socket) -> None:
                     session = _attach(request, region_fds, outbox)
                     session.start()
                     timer = threading.Thread(
-                        target=_maintain, args=(session, stopping), daemon=True
+                        target=_maintain, args=(session, connection, stopping), daemon=True
                     )
                     timer.start()
     except StorageError as exc:
@@ -248,9 +248,13 @@ def _attach(request: Request, region_fds: list[int], outbox: Outbox) -> Session:
         os.close(region_fds.pop(0))  # the mapping keeps the region
 
 
-def _maintain(session: Session, stopping: threading.Event) -> None:
+def _maintain(session: Session, connection: socket.socket, stopping: threading.Event) -> None:
     for turn in itertools.count(1):
         if stopping.wait(_STATUS_S):
+            return
+        if not session.store.has_root():
+            log.error("somebody removed the root: ending, so that the next process makes it anew")
+            connection.shutdown(socket.SHUT_RD)
             return
         session.store.write_status()
         if turn % _STATUS_PER_FLUSH == 0:

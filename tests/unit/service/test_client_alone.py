@@ -228,3 +228,68 @@ def test_a_store_that_ends_at_once_is_a_refusal(store: PlayedStore) -> None:
     os.close(fd)
     with pytest.raises(StoreRefused, match="ended at start"):
         refused.connect(5.0)
+
+
+def test_a_store_that_stands_still_is_waited_for_no_longer(
+    client: StoreClient, store: PlayedStore, clock: Clock
+) -> None:
+    """Its jobs are HUNG and their slots its own, until it goes on and answers them after all."""
+    store.say(Published([KEY]))
+    client.poll()
+    read = client.read([KEY, KEY], [0, 1])
+    write = client.write([KEY], [2])
+    clock.now += 14.0
+    assert client.poll() == []
+    assert client.is_up
+    assert KEY in client
+    clock.now += 2.0
+    finished = client.poll()
+    assert [(job.job_id, job.outcomes) for job in finished] == [
+        (read, [RowOutcome.HUNG] * 2),
+        (write, [RowOutcome.HUNG]),
+    ]
+    assert not client.is_up
+    assert KEY not in client
+    assert client.take_released() == []
+    client.read([KEY], [3])
+    assert client.poll()[0].outcomes == [RowOutcome.FAILED], "at once"
+    assert store.starts == 1
+
+    store.say(Done(read, bytes([RowOutcome.OK, RowOutcome.HUNG]), 4096, 20.0))
+    assert client.poll() == [], "it was reported"
+    assert client.is_up
+    assert KEY in client
+    assert client.take_released() == [(read, 0)], "the other one really hangs"
+    store.say(Released(read, [1]), Done(write, bytes([RowOutcome.OK]), 4096, 20.0))
+    client.poll()
+    assert sorted(client.take_released()) == [(read, 1), (write, 0)]
+    assert client.pending_jobs == 0
+
+
+def test_a_store_that_is_killed_while_it_stands_still_lets_go_of_everything(
+    client: StoreClient, store: PlayedStore, clock: Clock
+) -> None:
+    job = client.read([KEY, KEY], [0, 1])
+    clock.now += 16.0
+    client.poll()
+    store.hang_up()
+    client.poll()
+    assert client.take_released() == [], "the process may still be there"
+    store.has_ended = True
+    assert client.poll() == []
+    assert client.take_released() == [(job, 0), (job, 1)]
+    clock.now += 2.0
+    client.poll()
+    assert client.poll() == []
+    assert client.is_up, "the next one"
+
+
+def test_a_store_that_says_anything_does_not_stand_still(
+    client: StoreClient, store: PlayedStore, clock: Clock
+) -> None:
+    client.read([KEY], [0])
+    for _ in range(5):
+        clock.now += 14.0
+        store.say(Published([KEY]))
+        assert client.poll() == []
+        assert client.is_up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -143,6 +144,29 @@ def test_an_engine_that_does_not_fit_is_refused(
     assert isinstance(refused, Refused)
     assert reason in refused.reason
     assert not (tmp_path / "store").exists()
+
+
+def test_serve_ends_when_somebody_removes_the_root(
+    tmp_path: Path, region_fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by growing in a directory of that name, which nobody has locked."""
+    monkeypatch.setattr(server, "_STATUS_S", 0.02)
+    ours, theirs = socket.socketpair()
+    socket.send_fds(ours, [encode_frame([attach(tmp_path / "store")])], [region_fd])
+    os.close(region_fd)
+    serving = threading.Thread(target=server.serve, args=(theirs,))
+    serving.start()
+    splitter = FrameSplitter()
+    said: list[object] = []
+    while Ready() not in said:
+        said += [r for b in splitter.feed(ours.recv(1 << 16)) for r in reply_decoder.decode(b)]
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").mkdir()
+    serving.join(30)
+    assert not serving.is_alive()
+    ours.close()
+    theirs.close()
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 def test_serve_ends_with_the_socket_and_gives_the_root_up(tmp_path: Path, region_fd: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from storage.device import LocalDevice, SpaceStat
 from storage.errors import RootUnusable
 from storage.jobs import JobResult
 from storage.segment import partial_path
+from storage.store import DiskStore
 from storage.testing.faulty import Fault, FaultyDevice, Operation, Raise, Wait, each_operation
 from storage.testing.harness import FaultyHarness
 from storage.testing.rows import (
@@ -42,6 +45,7 @@ def harness(memory_path: Path) -> Iterator[FaultyHarness]:
 @pytest.mark.parametrize("resident", [0, 3, 4, 16])
 def test_whatever_operation_of_a_write_fails(memory_path: Path, code: int, resident: int) -> None:
     """The first write, one beside other rows, one that grows, one that evicts."""
+    gc.collect()  # files that an earlier test left to it are not closed between two counts
     rounds = 0
     for number, _ in enumerate(iter(int, 1)):
         harness = FaultyHarness(memory_path / str(number))
@@ -553,3 +557,21 @@ def test_a_bug_in_a_part_holds_nothing(
             patch.setattr(Segment, name, lambda *_: 1 / 0)
             assert act() == [FAILED] * 3
         harness.check(set(KEYS[:4]))
+
+
+def test_nothing_is_made_in_a_root_that_somebody_removed_and_made_again(
+    harness: FaultyHarness,
+) -> None:
+    """The lock is of the directory that is gone; the one of its name may be another's."""
+    harness.write(KEYS[:4])
+    root = harness.options.root
+    shutil.rmtree(root)
+    root.mkdir()
+    assert not harness.store.has_root()
+    harness.store.maintain()
+    assert harness.keys() == set()
+    assert harness.write([KEYS[9]]) != [OK]
+    assert "find" in harness.store.usage().state_reason
+    assert list(root.iterdir()) == []
+    with DiskStore.open(harness.options) as other:
+        assert other.has_root()
