@@ -21,6 +21,8 @@ class RowFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Consecutive ranks that hold identical KV for every layer."""
     row_bytes_without_dedup: int = 0
     """What a row would weigh with every rank's pages in it."""
+    model_name: str = ""
+    """What people call the model, where the identity only says what kind it is."""
 
 
 def facts_of(attributes: dict[str, Any]) -> RowFacts | None:

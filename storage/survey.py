@@ -179,7 +179,8 @@ class NamespaceSurvey:
 
     @property
     def model(self) -> str:
-        return self.identity.model if self.identity else self.name[:-33]
+        name = self.identity.model if self.identity else self.name[:-33]
+        return self.facts.model_name or name
 
     @property
     def codec_name(self) -> str:

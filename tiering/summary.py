@@ -24,13 +24,14 @@ def replicas_by_group(
     return found
 
 
-def row_facts(layout: RowLayout, tokens_per_block: Sequence[int]) -> RowFacts:
+def row_facts(layout: RowLayout, tokens_per_block: Sequence[int], model_name: str = "") -> RowFacts:
     """What reports on the store are told; `tokens_per_block` is given per KV-cache group."""
     return RowFacts(
         tokens_per_row=tuple(count * layout.blocks_per_chunk for count in tokens_per_block),
         ranks=layout.ranks,
         replicas=layout.kv_tp_replicas,
         row_bytes_without_dedup=layout.row_bytes_without_dedup,
+        model_name=model_name,
     )
 
 

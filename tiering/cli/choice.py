@@ -1,4 +1,4 @@
-"""Names as people type them: a part of a namespace's name, the first digits of a key."""
+"""Names as people type them: a part of a namespace's or its model's name, digits of a key."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ _SHOWN = 4  # of the names or keys that one could mean
 
 
 def choose_namespace(survey: RootSurvey, name: str) -> NamespaceSurvey:
-    """The one namespace whose name is `name`, or holds it.  Raises `ConfigError`."""
+    """The one namespace whose name is `name`, or that or whose model's name holds it.  Raises
+    `ConfigError`."""
     names = {one.name: one for one in survey.namespaces}
     if name in names:
         return names[name]
-    found = [one for one in survey.namespaces if name.lower() in one.name.lower()]
+    part = name.lower()
+    found = [n for n in survey.namespaces if part in n.name.lower() or part in n.model.lower()]
     if len(found) == 1:
         return found[0]
     if not found:

@@ -31,7 +31,8 @@ def gc(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Remove namespaces by age, by name, or those that are both.  Nobody may have the root open.
+    """Remove namespaces by age, by their or their model's name, or both.  Nobody may have the root
+    open.
 
     A running store does so itself when it needs the room: this is for giving it back sooner.
     """
@@ -48,8 +49,7 @@ def gc(
         chosen = [
             one
             for one in survey.namespaces
-            if survey.taken_s - one.opened_s >= age_s
-            and (name is None or fnmatchcase(one.name, name) or one.name == name)
+            if survey.taken_s - one.opened_s >= age_s and (name is None or _is_meant(one, name))
         ]
         if lock_fd is not None:
             for one in chosen:
@@ -80,6 +80,10 @@ def gc(
         print_warnings(out, problems)
     if problems:
         raise typer.Exit(1)
+
+
+def _is_meant(one: NamespaceSurvey, name: str) -> bool:
+    return any(fnmatchcase(known, name) or known == name for known in (one.name, one.model))
 
 
 def _remove(namespace: NamespaceSurvey, device: LocalDevice) -> list[str]:

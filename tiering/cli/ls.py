@@ -36,13 +36,14 @@ def ls(
             return
         _print_columns(
             out,
-            ("rows", "row", "on disk", "opened", "namespace"),
+            ("rows", "row", "on disk", "opened", "model", "namespace"),
             [
                 (
                     words.count(one.row_count),
                     words.size(one.row_bytes or None),
                     words.size(one.weight.allocated_bytes),
                     words.span(survey.taken_s - one.opened_s) if one.opened_s else "-",
+                    one.model,
                     one.name,
                 )
                 for one in survey.namespaces

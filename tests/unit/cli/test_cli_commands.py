@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from storage.facts import RowFacts
 from storage.namespace import Identity
@@ -215,6 +216,21 @@ def test_cli_ls(root: Path, run: Run) -> None:
     code, out, _ = run("ls", root, "model-b", "--json")
     assert {row["key"] for row in json.loads(out)} == {key.hex() for key in KEYS[:8]}
     assert json.loads(run("ls", root, "--json")[1])[0]["identity"] == IDENTITY.fields
+
+
+def test_cli_takes_the_name_that_people_gave_a_model(memory_path: Path, run: Run) -> None:
+    """Where the identity only says what kind of model it is."""
+    root, identity = memory_path / "root", Identity("LlamaForCausalLM", {})
+    with DiskStore.open(options_for(root, ROW_BYTES, 40)) as store:
+        facts = replace_struct(FACTS, model_name="our-chat")
+        store.open_rows(identity, ROW_BYTES, facts).write(
+            KEYS[:2], filled_rows(KEYS[:2], ROW_BYTES)
+        )
+    assert "our-chat" in run("ls", root)[1]
+    assert len(run("ls", root, "OUR-chat")[1].splitlines()) == 3
+    assert json.loads(run("ls", root, "--json")[1])[0]["model"] == "our-chat"
+    assert "0 of 1 namespaces" in run("gc", root, "--name", "our-ch")[1]
+    assert "1 of 1 namespaces" in run("gc", root, "--name", "our-*")[1]
 
 
 def test_cli_inspect(root: Path, run: Run) -> None:
