@@ -16,7 +16,9 @@ from storage.errors import ConfigError
 from storage.eviction import EVICTION
 from storage.options import DriveOptions, StoreOptions
 from storage.sizes import parse_size
+from tiering.weights import SAMPLED, WEIGHTS_FINGERPRINTS
 
+DP_RANK = "{dp_rank}"  # in a root: the engine's data-parallel rank
 _MAX_QUARANTINE_ROWS = 1000  # for a person to look at
 
 
@@ -31,8 +33,8 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`disk`: the store below the region."""
 
     root: str | None = None
-    """Directory of the store; made if it is missing.  One engine at a time.  Required, unless
-    `roots` are given."""
+    """Directory of the store; made if it is missing.  One engine at a time: `{dp_rank}` in it
+    stands for the engine's data-parallel rank.  Required, unless `roots` are given."""
     budget: str | int | None = None
     """Physical bytes that everything under `root` may use, over all models.  Required with it."""
     roots: list[RootSettings] | None = None
@@ -79,6 +81,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """False: keep every rank's copy of the same bytes, as vLLM's own tiers do; to compare."""
     blocks_per_chunk: int = 1
     """Blocks that are stored, looked up and evicted together."""
+    weights_fingerprint: str = SAMPLED
+    """How weight files are compared: "sampled", by headers and up to 16 samples of each tensor, or
+    "content", by every byte; that also sees an edit of a few rows of a tensor, and reads all
+    weights once more at start."""
     promotion_timeout_s: float = 10.0
     """How long a request waits for disk reads before it computes instead."""
     offload_prompt_only: bool = True
@@ -100,12 +106,16 @@ class Config:
     store: StoreOptions | None
     dedup: bool
     blocks_per_chunk: int
+    weights_fingerprint: str
     promotion_timeout_s: float
     offload_prompt_only: bool
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], where: str = "kv_connector_extra_config") -> Config:
-        """Check `raw`.  Raises `ConfigError` that names the setting, what was expected and found.
+    def parse(
+        cls, raw: Mapping[str, Any], where: str = "kv_connector_extra_config", dp_rank: int = 0
+    ) -> Config:
+        """Check `raw`, for the engine of that data-parallel rank.  Raises `ConfigError` that names
+        the setting, what was expected and found.
 
         Touches no disk: whether the root can be had is for the store to say.
         """
@@ -124,28 +134,57 @@ class Config:
             raise ConfigError(
                 f"{where}.promotion_timeout_s", "seconds above 0", settings.promotion_timeout_s
             )
+        if settings.weights_fingerprint not in WEIGHTS_FINGERPRINTS:
+            raise ConfigError(
+                f"{where}.weights_fingerprint",
+                f"one of {', '.join(WEIGHTS_FINGERPRINTS)}",
+                settings.weights_fingerprint,
+            )
+        disk = settings.disk
         return cls(
             region_bytes=parse_size(settings.cpu_bytes_to_use, f"{where}.cpu_bytes_to_use"),
-            store=_store_options(settings.disk, f"{where}.disk") if settings.disk else None,
+            store=_store_options(disk, f"{where}.disk", dp_rank) if disk else None,
             dedup=settings.dedup,
             blocks_per_chunk=settings.blocks_per_chunk,
+            weights_fingerprint=settings.weights_fingerprint,
             promotion_timeout_s=settings.promotion_timeout_s,
             offload_prompt_only=settings.offload_prompt_only,
         )
 
 
-def disk_options(raw: Mapping[str, Any], where: str) -> StoreOptions:
+def refuse_shared_root(
+    raw: Mapping[str, Any], engines: int, where: str = "kv_connector_extra_config"
+) -> None:
+    """Refuse one root for several data-parallel engines of one node, whose settings `raw` are good.
+
+    Raises `ConfigError`.
+    """
+    first, second = (Config.parse(raw, where, dp_rank).store for dp_rank in range(2))
+    if engines == 1 or first is None or second is None:
+        return
+    taken = {first.root, *(drive.root for drive in first.more_drives)}
+    for root in (second.root, *(drive.root for drive in second.more_drives)):
+        if root in taken:
+            raise ConfigError(
+                f"{where}.disk.root",
+                f"a root for each of the {engines} data-parallel engines of this node, each with "
+                f'the budget that is given: "{root}/{DP_RANK}"',
+                str(root),
+            )
+
+
+def disk_options(raw: Mapping[str, Any], where: str, dp_rank: int = 0) -> StoreOptions:
     """Check the settings of a disk that stand by themselves, at `where`.  Raises `ConfigError`."""
     _refuse_unknown(raw, DiskSettings, where)
     try:
         settings = msgspec.convert(dict(raw), DiskSettings)
     except msgspec.ValidationError as exc:
         raise _as_config_error(exc, raw, where) from None
-    return _store_options(settings, where)
+    return _store_options(settings, where, dp_rank)
 
 
-def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
-    drives = _drives(disk, where)
+def _store_options(disk: DiskSettings, where: str, dp_rank: int) -> StoreOptions:
+    drives = _drives(disk, where, dp_rank)
     if not 1 <= disk.io_threads <= 256:
         raise ConfigError(f"{where}.io_threads", "1 to 256", disk.io_threads)
     if disk.write_threads is not None and not 1 <= disk.write_threads <= disk.io_threads:
@@ -199,7 +238,7 @@ def _store_options(disk: DiskSettings, where: str) -> StoreOptions:
     )
 
 
-def _drives(disk: DiskSettings, where: str) -> list[DriveOptions]:
+def _drives(disk: DiskSettings, where: str, dp_rank: int) -> list[DriveOptions]:
     """The roots, one at least, each a directory of its own."""
     if not disk.roots:
         for name in ("root", "budget"):
@@ -216,7 +255,7 @@ def _drives(disk: DiskSettings, where: str) -> list[DriveOptions]:
     for place, of in settings:
         if not of.root.strip():
             raise ConfigError(f"{place}.root", "a directory", of.root)
-        root = Path(of.root).expanduser().absolute()
+        root = Path(of.root.replace(DP_RANK, str(dp_rank))).expanduser().absolute()
         if any(root.is_relative_to(d.root) or d.root.is_relative_to(root) for d in drives):
             raise ConfigError(f"{place}.root", "a directory apart from the other roots", of.root)
         drives.append(DriveOptions(root, parse_size(of.budget, f"{place}.budget")))

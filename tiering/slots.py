@@ -24,8 +24,7 @@ class SlotPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` slots, those free the longest first."""
         assert self.can_allocate(count), f"{count} of {len(self._free)} free slots"
-        pop = self._free.popleft
-        return [pop() for _ in range(count)]
+        return [self._free.popleft() for _ in range(count)]
 
     def release(self, slots: Iterable[int]) -> None:
         self._free.extend(slots)

@@ -7,13 +7,14 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.make_model import ensure_model
-from scripts.models import MODELS
+from scripts.models import MODELS, ModelPreset
 from scripts.serving import Completion, Metrics, ServeConfig, VllmServer
 from tests.integration.processes import serves, store_processes
 
@@ -38,6 +39,17 @@ def transfer_config(root: Path, **extra: Any) -> Mapping[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelElsewhere(ModelPreset):
+    """A model that was copied, or changed, under `where`."""
+
+    where: Path
+
+    @property
+    def path(self) -> Path:
+        return self.where
+
+
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts servers and, whatever the test does, leaves none running."""
@@ -49,11 +61,21 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
         *,
         tp: int = 1,
         kv_cache_bytes: int = 64 << 20,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        path: Path | None = None,
         wait: bool = True,
     ) -> VllmServer:
+        """`path`: where the model lies, if not where it was made."""
         ensure_model(model)
+        preset = MODELS[model]
+        if path is not None:
+            values = {f.name: getattr(preset, f.name) for f in fields(preset)}
+            preset = ModelElsewhere(**values, where=path)
         log = tmp_path / f"serve-{len(started)}.log"
-        serve = ServeConfig(MODELS[model], config, tp, kv_cache_bytes, seqs_max=32)
+        serve = ServeConfig(
+            preset, config, tp, kv_cache_bytes, 32, extra_flags=tuple(flags), extra_env=env or {}
+        )
         server = VllmServer(serve, log)
         started.append(server)
         return server.start() if wait else server

@@ -48,7 +48,8 @@ from tiering.topology import (
     kv_tp_replicas,
     replicated_layout,
 )
-from tiering.vllm.facts import EngineFacts, _element_bytes, identity, parallelism, row_layers
+from tiering.vllm.facts import EngineFacts, parallelism, row_layers
+from tiering.vllm.identity import element_bytes
 from tiering.vllm.spec import _refuse_disk_without_region
 from tiering.vllm.worker import CpuWorker, RegionView, with_row_layout
 
@@ -238,137 +239,6 @@ def _store_with_vllms_plan(
                 target[at : at + int(size)] = source[int(start) : int(start) + int(size)]
     targets.clear()
     view.cleanup()
-
-
-class HfConfig:
-    """Of transformers only what identity asks."""
-
-    _commit_hash: str | None = None
-
-    def __init__(self, **values: Any) -> None:
-        self.values = {"rope_theta": 10000.0, "id2label": {0: "a"}, **values}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.values, "_name_or_path": "anywhere", "transformers_version": "5"}
-
-
-def served_model(directory: Path, values: dict[str, Any]) -> Any:
-    return types.SimpleNamespace(
-        model=str(directory),
-        revision=None,
-        dtype=values["dtype"],
-        quantization=values["quantization"],
-        hf_config=HfConfig(rope_theta=values["rope_theta"]),
-    )
-
-
-def engine_identity(model: Path, tp: int = 1, **changes: Any) -> str:
-    """The fingerprint of an engine that differs from the plain one in `changes`."""
-    values = {
-        "dtype": torch.bfloat16,
-        "quantization": None,
-        "kv_dtype": "bfloat16",
-        "layout": "LBHNC",
-        "v2": False,
-        "hash": "sha256",
-        "tokens": 16,
-        "rope_theta": 10000.0,
-        "backend": None,
-        "draft": None,
-        **changes,
-    }
-    target = served_model(model, values)
-    speculative = None
-    if values["draft"] is not None:
-        drafts = {"ngram": None, "itself": target, "other": served_model(model / "draft", values)}
-        speculative = types.SimpleNamespace(
-            method="draft_model", draft_model_config=drafts[values["draft"]]
-        )
-    vllm_config: Any = types.SimpleNamespace(
-        model_config=target,
-        speculative_config=speculative,
-        cache_config=types.SimpleNamespace(prefix_caching_hash_algo=values["hash"]),
-        attention_config=types.SimpleNamespace(backend=values["backend"]),
-        use_v2_model_runner=values["v2"],
-    )
-    offloading: Any = types.SimpleNamespace(
-        model=types.SimpleNamespace(dtype=values["kv_dtype"]),
-        kv_cache_layout=values["layout"],
-        cache=types.SimpleNamespace(tokens_per_hash=values["tokens"]),
-        groups=[types.SimpleNamespace(tokens_per_block=values["tokens"], layer_names=("a", "b"))],
-    )
-    facts = [LayerFacts("a", 512, values.get("shards", 1)), LayerFacts("b", 512, 1)]
-    layout = RowLayout.of(
-        facts, Parallelism(tp=tp, world_size=tp), values.get("blocks_per_chunk", 1)
-    )
-    return identity(vllm_config, offloading, layout).fingerprint
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "model.bin").write_bytes(bytes(1000))
-    return directory
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"dtype": torch.float16},
-        {"quantization": "fp8"},
-        {"kv_dtype": "fp8_e4m3"},
-        {"layout": "LBNHC"},
-        {"v2": True},
-        {"hash": "sha256_cbor"},
-        {"tokens": 32},
-        {"rope_theta": 1e6},
-        {"blocks_per_chunk": 2},
-        {"backend": "FLASH_ATTN"},
-        {"tp": 2, "shards": 2},
-    ],
-    ids=str,
-)
-def test_identity_tells_apart_what_shapes_the_bytes(model: Path, change: dict[str, Any]) -> None:
-    assert engine_identity(model, **change) != engine_identity(model)
-
-
-def test_identity_follows_the_weights_and_not_the_path(model: Path, tmp_path: Path) -> None:
-    before = engine_identity(model)
-    moved = tmp_path / "elsewhere" / "model"
-    moved.parent.mkdir()
-    model.rename(moved)
-    assert engine_identity(moved) == before
-    (moved / "model.bin").write_bytes(b"\1" + bytes(999))
-    assert engine_identity(moved) != before
-
-
-def test_identity_follows_the_weights_of_the_draft_model(model: Path) -> None:
-    """Its KV stands in the same rows."""
-    draft = model / "draft"
-    draft.mkdir()
-    (draft / "model.bin").write_bytes(bytes(1000))
-    before = engine_identity(model, draft="other")
-    assert before != engine_identity(model)
-    (draft / "model.bin").write_bytes(b"\1" + bytes(999))
-    assert engine_identity(model, draft="other") != before
-    for without_model in ("ngram", "itself"):
-        assert engine_identity(model, draft=without_model) == engine_identity(model)
-
-
-def test_identity_of_single_copies_is_the_same_at_every_tp(model: Path) -> None:
-    assert engine_identity(model, tp=2) == engine_identity(model, tp=1)
-    assert engine_identity(model, tp=2, shards=None) != engine_identity(model, tp=1, shards=None)
-
-
-def test_identity_refuses_what_it_cannot_establish(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ConfigError, match="PYTHONHASHSEED"):
-        engine_identity(model, hash="xxhash")
-    with pytest.raises(ConfigError, match="--revision: expected a commit"):
-        engine_identity(Path("org/model"))
 
 
 @pytest.mark.parametrize(
@@ -615,11 +485,11 @@ def test_replicated_layout_is_vllms_own(
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "element_bytes"),
+    ("kv_cache_dtype", "expected"),
     [("float32", 4), ("bfloat16", 2), ("float16", 2), ("half", 2), ("fp8", 1), ("fp8_e4m3", 1),
      ("fp8_ds_mla", 1), ("int8", 1), ("no such dtype", 1)],
 )  # fmt: skip
 def test_the_size_of_a_number_follows_the_dtype_of_the_cache(
-    kv_cache_dtype: str, element_bytes: int
+    kv_cache_dtype: str, expected: int
 ) -> None:
-    assert _element_bytes(kv_cache_dtype) == element_bytes
+    assert element_bytes(kv_cache_dtype) == expected

@@ -36,6 +36,7 @@ OUR_CLASSES = (
     ("tiering.vllm.connector", "KvtierConnector"),
     ("tiering.vllm.spec", "KvtierSpec"),
     ("tiering.vllm.manager", "VllmManager"),
+    ("tiering.vllm.selective", "SelectiveManager"),
 )
 OUR_WORKERS = "tiering.vllm.worker"
 

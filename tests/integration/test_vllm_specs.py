@@ -142,6 +142,12 @@ def _caches(layers: Sequence[LayerFacts], seed: int) -> CanonicalKVCaches:
     return CanonicalKVCaches(tensors, [refs])
 
 
+PLAIN_ENGINE: Any = types.SimpleNamespace(
+    lora_config=None,
+    kv_transfer_config=types.SimpleNamespace(is_kv_producer=True, is_kv_consumer=True),
+)
+
+
 def _spec(
     parallel: Parallelism, layers: Sequence[LayerFacts], rank: int, extra: dict[str, Any]
 ) -> KvtierSpec:
@@ -152,10 +158,10 @@ def _spec(
         enable_kv_cache_events=False,
         groups=[types.SimpleNamespace(tokens_per_block=16, layer_names=names)],
         cache=types.SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=types.SimpleNamespace(rank=rank),
+        parallel=types.SimpleNamespace(rank=rank, data_parallel_index=0),
     )
     facts = EngineFacts(parallel, {layer.name: layer for layer in layers}, (names,))
-    return KvtierSpec(config, facts, None)
+    return KvtierSpec(config, facts, PLAIN_ENGINE)
 
 
 @pytest.fixture

@@ -32,9 +32,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 )
 
 from storage.errors import StorageError
-from tiering.config import Config
+from tiering.config import Config, refuse_shared_root
 from tiering.vllm.facts import EngineFacts
 from tiering.vllm.plugin import configure_logging, log
+from tiering.vllm.selective import SelectiveManager
 from tiering.vllm.spec import KvtierSpec, RankReport
 
 _SPEC = {"spec_name": "KvtierSpec", "spec_module_path": "tiering.vllm.spec"}
@@ -61,11 +62,10 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
         self._canonical_layout = False  # vLLM's canonical pages; our rows are another layout
         self.connector_scheduler = None
         self.connector_worker = None
-        _check(vllm_config)
         try:
+            settings = _settings(vllm_config)
             config = build_offloading_config(vllm_config, kv_cache_config)
-            dedup = Config.parse(config.extra_config).dedup
-            facts = EngineFacts.of(vllm_config, kv_cache_config, dedup=dedup)
+            facts = EngineFacts.of(vllm_config, kv_cache_config, dedup=settings.dedup)
             spec = KvtierSpec(config, facts, vllm_config)
             self._spec = spec
             if role == KVConnectorRole.SCHEDULER:
@@ -79,6 +79,13 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
         except StorageError as exc:
             log.error("%s", exc)  # one line that stands by itself before vLLM's traceback
             raise
+
+    def on_new_request(self, request: Any) -> None:
+        if request.lora_request is not None:
+            manager = self._spec.get_manager()
+            assert isinstance(manager, SelectiveManager), "made where LoRA is enabled"
+            manager.uses_adapter(request.request_id, request.lora_request)
+        super().on_new_request(request)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """In a rank: what the scheduler must know of its rows."""
@@ -94,7 +101,11 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        _check(vllm_config)
+        try:
+            _settings(vllm_config)
+        except StorageError as exc:
+            log.error("%s", exc)
+            raise
         layout: str | None = super().get_required_kvcache_layout(vllm_config)
         return layout
 
@@ -115,10 +126,11 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
         )
 
 
-def _check(vllm_config: Any) -> None:
-    """Refuse bad settings before anything is made, in a line that stands by itself."""
-    try:
-        Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    except StorageError as exc:
-        log.error("%s", exc)
-        raise
+def _settings(vllm_config: Any) -> Config:
+    """Refuse bad settings before anything is made.  Raises `ConfigError`."""
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config
+    parallel = vllm_config.parallel_config
+    config = Config.parse(raw, dp_rank=parallel.data_parallel_index)
+    # An engine whose model has no experts is told of no other, but it knows its place on this node.
+    refuse_shared_root(raw, 1 + (parallel.data_parallel_rank_local or 0))
+    return config

@@ -1,21 +1,14 @@
-"""From vLLM's configuration to ours: parallelism, per-layer facts, identity.  Decides nothing."""
+"""From vLLM's configuration to ours: parallelism and per-layer facts.  Decides nothing."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     SlidingWindowSpec,
@@ -23,13 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from storage.errors import ConfigError
-from storage.namespace import Identity, Json
-from tiering.rows import RowLayout, row_identity
 from tiering.topology import KvHeads, LayerFacts, Parallelism
-from tiering.weights import weights_fingerprint
-
-ROW_FORMAT = 2  # of the bytes in a row; raised when `RowLayout` would place them elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,104 +249,3 @@ def _pieces(runs: Any) -> list[tuple[int, int, int]]:
                 continue
         pieces.append((local, whole, size))
     return pieces
-
-
-def identity(vllm_config: Any, offloading_config: Any, layout: RowLayout) -> Identity:
-    """What shapes the bytes of a row, as far as vLLM tells.
-
-    Raises `ConfigError` naming what can't be established.
-    """
-    rows: dict[str, Json] = {
-        "row_format": ROW_FORMAT,
-        "blocks_per_chunk": layout.blocks_per_chunk,
-        **row_identity(layout),
-    }
-    return identity_of_rows(vllm_config, offloading_config, rows)
-
-
-def identity_of_rows(
-    vllm_config: Any, offloading_config: Any, rows: Mapping[str, Json]
-) -> Identity:
-    """As `identity`, of rows whose own layout `rows` describes."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    fields: dict[str, Json] = {
-        "engine": f"vllm {vllm_version}",
-        **_model_identity(model),
-        "draft": _draft_identity(vllm_config),
-        "kv_cache_dtype": offloading_config.model.dtype,
-        "kv_cache_layout": offloading_config.kv_cache_layout,
-        "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
-        "attention_backend": str(vllm_config.attention_config.backend),
-        "model_runner": 2 if vllm_config.use_v2_model_runner else 1,
-        "hash_algorithm": cache.prefix_caching_hash_algo,
-        "hash_seed": _hash_seed(cache.prefix_caching_hash_algo),
-        "tokens_per_hash": offloading_config.cache.tokens_per_hash,
-        "tokens_per_block": [group.tokens_per_block for group in offloading_config.groups],
-        "groups": [list(group.layer_names) for group in offloading_config.groups],
-        **rows,
-    }
-    return Identity(_display_name(model), fields, _element_bytes(offloading_config.model.dtype))
-
-
-def _element_bytes(kv_cache_dtype: str) -> int:
-    """Of the KV's numbers.  Formats that pack or mix them (fp8, int4, ...) are taken by bytes."""
-    dtype = getattr(torch, kv_cache_dtype, None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 1
-
-
-def _model_identity(model: Any) -> dict[str, Json]:
-    return {
-        "weights": _weights(model),
-        "config": _config_digest(model.hf_config),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": model.quantization,
-    }
-
-
-def _draft_identity(vllm_config: Any) -> Json:
-    """Of the model that drafts, whose KV stands in the same rows; None if there is none."""
-    speculative = vllm_config.speculative_config
-    draft = speculative.draft_model_config if speculative is not None else None
-    # Methods that draft without a model name the target's own.
-    if draft is None or draft is vllm_config.model_config:
-        return None
-    return {"method": speculative.method, **_model_identity(draft)}
-
-
-def _display_name(model: Any) -> str:
-    """The model's name: of a local directory its last part, since the path shapes no byte."""
-    name = str(model.model)
-    return Path(name).name if Path(name).is_dir() else name
-
-
-def _weights(model: Any) -> str:
-    directory = Path(str(model.model))
-    if directory.is_dir():
-        return f"files {weights_fingerprint(directory)}"
-    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    if not commit:
-        raise ConfigError(
-            "--revision", "a commit of the model, or a local directory", str(model.model)
-        )
-    return f"commit {commit}"
-
-
-def _config_digest(hf_config: Any) -> str:
-    """Of the model's own configuration: RoPE, attention and all; not of where it lies."""
-    plain = {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_ABOUT_BYTES}
-    encoded = json.dumps(plain, sort_keys=True, default=str)  # it takes dicts with integer keys
-    return hashlib.sha256(encoded.encode()).hexdigest()[:32]
-
-
-_NOT_ABOUT_BYTES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-
-
-def _hash_seed(algorithm: str) -> str | None:
-    """The seed of vLLM's block hashes.  Without PYTHONHASHSEED sha256 has a fixed one; the others
-    draw one per process, so that nothing stored would ever be found again."""
-    seed = os.environ.get("PYTHONHASHSEED")
-    if seed is None and not algorithm.startswith("sha256"):
-        raise ConfigError(
-            "PYTHONHASHSEED", f"a fixed seed, for --prefix-caching-hash-algo {algorithm}", seed
-        )
-    return seed

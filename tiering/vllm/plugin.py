@@ -9,11 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from storage.errors import ConfigError
-from tiering.config import Config
+from tiering.config import Config, refuse_shared_root
 
 log = logging.getLogger("kvtier.vllm")
 
-_FLAG = "--kv-transfer-config"
+# With one of these, some engines of `--data-parallel-size` may be elsewhere.
+_SEVERAL_NODES = (
+    *("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe", "--nnodes"),
+    *("--data-parallel-multi-port-external-lb", "-dpm", "--data-parallel-hybrid-lb", "-dph"),
+    *("--data-parallel-backend", "-dpb"),
+)
 
 
 def register() -> None:
@@ -38,18 +43,37 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
     Raises `ConfigError`.  What is not for kvtier, or not JSON, is left to vLLM.
     """
-    for position, argument in enumerate(arguments):
-        flag, is_joined, value = argument.partition("=")
-        if flag.replace("_", "-") != _FLAG:
-            continue
-        if not is_joined:
-            value = arguments[position + 1] if position + 1 < len(arguments) else ""
+    for value in _values(arguments, "--kv-transfer-config"):
         try:
             config: Any = json.loads(value)
         except ValueError:
             continue
         if isinstance(config, dict) and config.get("kv_connector") == "KvtierConnector":
-            Config.parse(config.get("kv_connector_extra_config") or {})
+            raw = config.get("kv_connector_extra_config") or {}
+            Config.parse(raw)
+            refuse_shared_root(raw, _engines_of_this_node(arguments))
+
+
+def _engines_of_this_node(arguments: Sequence[str]) -> int:
+    """As many data-parallel engines as the command line surely starts here."""
+    local = _values(arguments, "--data-parallel-size-local", "-dpl")
+    if not local and not _values(arguments, *_SEVERAL_NODES):
+        local = _values(arguments, "--data-parallel-size", "-dp")
+    return max((int(value) for value in local if value.isdecimal()), default=1) or 1
+
+
+def _values(arguments: Sequence[str], *flags: str) -> list[str]:
+    """What follows each of `flags`, in the same argument or in the next."""
+    found = []
+    for position, argument in enumerate(arguments):
+        flag, is_joined, value = argument.partition("=")
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+        if flag in flags:
+            if not is_joined:
+                value = arguments[position + 1] if position + 1 < len(arguments) else ""
+            found.append(value)
+    return found
 
 
 def configure_logging() -> None:

@@ -21,8 +21,11 @@ from tiering.region import Region, announce_layers, collect_layers
 from tiering.rows import RowLayout
 from tiering.summary import capacity_line, dedup_line, row_facts
 from tiering.topology import Parallelism
-from tiering.vllm.facts import EngineFacts, identity, row_layers
+from tiering.vllm.adapters import Adapters
+from tiering.vllm.facts import EngineFacts, row_layers
+from tiering.vllm.identity import display_name, identity
 from tiering.vllm.manager import VllmManager
+from tiering.vllm.selective import Role, SelectiveManager
 from tiering.vllm.stats import metric_definitions
 from tiering.vllm.worker import make_worker
 
@@ -51,7 +54,9 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
                 '"KvtierConnector" (kv_connector_module_path "tiering.vllm.connector")',
                 "OffloadingConnector",
             )
-        self._config = Config.parse(config.extra_config)
+        self._config = Config.parse(
+            config.extra_config, dp_rank=config.parallel.data_parallel_index
+        )
         if self._config.store is not None:
             _refuse_disk_without_region(facts.parallel)
         self._facts = facts
@@ -137,14 +142,21 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
             promotion_timeout_s=self._config.promotion_timeout_s,
         )
         self._log_start(region.layout, region.row_count)
-        return VllmManager(manager, region.layout, region, client, announces=self._announces)
+        return self._vllm_manager(manager, region.layout, region, client)
 
     def _manager_of_private_rows(self) -> VllmManager:
         """One without a slot until `ranks_reported`: nothing here can see the ranks' memory."""
         log.warning(
             "ranks keep private rows, without dedup: %s", "; ".join(self._facts.parallel.refusals())
         )
-        return VllmManager(TieringManager(PrimaryTier(0), None), announces=self._announces)
+        return self._vllm_manager(TieringManager(PrimaryTier(0), None))
+
+    def _vllm_manager(self, *parts: Any) -> VllmManager:
+        transfer, lora = self._vllm_config.kv_transfer_config, self._vllm_config.lora_config
+        role = Role.of(transfer)
+        if lora is None and role == Role():
+            return VllmManager(*parts, announces=self._announces)
+        return SelectiveManager(role, Adapters(lora), *parts, announces=self._announces)
 
     def ranks_reported(self, reports: Sequence[RankReport]) -> None:
         """Agree with ranks of private rows on how many slots there are: as many as the one with
@@ -174,10 +186,13 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         options = self._config.store
         if options is None:
             return None
-        name = identity(self._vllm_config, self.config, region.layout)
+        name = identity(
+            self._vllm_config, self.config, region.layout, self._config.weights_fingerprint
+        )
         rows = RegionRows(region.fd, region.rows_offset, region.layout.row_bytes, region.row_count)
         tokens = [group.tokens_per_block for group in self.config.groups]
-        facts = row_facts(region.layout, tokens)
+        label = display_name(self._vllm_config.model_config)
+        facts = row_facts(region.layout, tokens, label)
         client = StoreClient(options, name, rows, facts=facts)
         client.connect(_CONNECT_TIMEOUT_S)
         log.info(

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from storage.errors import ConfigError
-from tiering.config import Config, DiskSettings
+from tiering.config import Config, DiskSettings, refuse_shared_root
+from tiering.vllm.plugin import check_command_line
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,6 +58,7 @@ def test_several_roots_are_drives_of_one_store() -> None:
         (_with(cpu_bytes_to_use=True), "cpu_bytes_to_use", "True"),
         (_with(cpu_bytes_to_use=1.5), "cpu_bytes_to_use", "1.5"),
         (_with(blocks_per_chunk=0), "blocks_per_chunk", "0"),
+        (_with(weights_fingerprint="headers"), "weights_fingerprint", "'headers'"),
         (_with(blocks_per_chunk="2"), "blocks_per_chunk", "'2'"),
         (_with(promotion_timeout_s=0), "promotion_timeout_s", "0.0"),
         (_with({"budget": "10XB"}), "disk.budget", "'10XB'"),
@@ -123,3 +125,49 @@ def test_the_readme_shows_every_setting_of_the_disk() -> None:
     readme = (ROOT / "README.md").read_text()
     for field in msgspec.structs.fields(DiskSettings):
         assert f"`disk.{field.name}`" in readme
+
+
+def test_an_engine_of_a_data_parallel_rank_has_a_root_of_its_own() -> None:
+    raw = _with(disk={"root": "/cache/{dp_rank}/kv"})
+    stores = [Config.parse(raw, dp_rank=rank).store for rank in range(2)]
+    assert [store and store.root for store in stores] == [Path("/cache/0/kv"), Path("/cache/1/kv")]
+    refuse_shared_root(raw, 2)
+    both = _roots(("/a/{dp_rank}", "1GB"), ("/b", "1GB"))
+    for shared, root in ((GOOD, "/var/lib/kvtier"), (both, "/b")):
+        refuse_shared_root(shared, 1)
+        with pytest.raises(ConfigError) as caught:
+            refuse_shared_root(shared, 2)
+        assert str(caught.value) == (
+            "kv_connector_extra_config.disk.root: expected a root for each of the 2 data-parallel "
+            "engines of this node, each with the budget that is given: "
+            f"\"{root}/{{dp_rank}}\", got '{root}'"
+        )
+    refuse_shared_root({"cpu_bytes_to_use": "1GB"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_refused"),
+    [
+        ("", False),
+        ("--data-parallel-size 1", False),
+        ("--data-parallel-size 2", True),
+        ("--data_parallel_size=2", True),
+        ("-dp 2", True),
+        ("-dp 4 -dpl 2", True),
+        ("-dp 2 --data-parallel-size-local 1", False),
+        ("-dp 2 --data-parallel-rank 1", False),
+        ("-dp 2 --nnodes 2", False),
+        ("-dp 2 --data-parallel-backend=ray", False),
+        ("-dp 2 -dpe", False),
+    ],
+)
+def test_a_command_line_of_several_engines_on_one_root_is_refused(
+    flags: str, is_refused: bool
+) -> None:
+    connector = {"kv_connector": "KvtierConnector", "kv_connector_extra_config": GOOD}
+    line = ["vllm", "serve", "m", "--kv-transfer-config", json.dumps(connector), *flags.split()]
+    if not is_refused:
+        check_command_line(line)
+        return
+    with pytest.raises(ConfigError, match="data-parallel engines of this node"):
+        check_command_line(line)
