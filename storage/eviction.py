@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import filterfalse, islice
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -40,17 +40,32 @@ class LeastRecentlyUsed(Generic[Name]):
         if name in self._order:
             self._order.move_to_end(name)
 
+    def add_chain(self, names: Sequence[Name]) -> None:
+        """The chunks of one request, given first to last, are new; the first is the most recent."""
+        order, count = self._order, len(self._order)
+        for name in reversed(names):
+            order[name] = None
+        assert len(order) == count + len(names), "one of them was there already"
+
     def touch_chain(self, names: Iterable[Name]) -> None:
         """Touch the chunks of one request, given first to last, leaf first."""
+        order, move_to_end = self._order, self._order.move_to_end
         for name in reversed(list(names)):
-            self.touch(name)
+            if name in order:
+                move_to_end(name)
 
     def remove(self, name: Name) -> None:
         del self._order[name]
 
-    def victims(self, count: int, is_pinned: Callable[[Name], bool]) -> list[Name]:
+    def remove_all(self, names: Iterable[Name]) -> None:
+        order = self._order
+        for name in names:
+            del order[name]
+
+    def victims(self, count: int, is_pinned: Callable[[Name], bool] | None) -> list[Name]:
         """Up to `count` names that may go, least recent first.  They stay until removed."""
-        return list(islice((name for name in self._order if not is_pinned(name)), count))
+        free = self._order if is_pinned is None else filterfalse(is_pinned, self._order)
+        return list(islice(free, count))
 
     def oldest_first(self) -> list[Name]:
         return list(self._order)

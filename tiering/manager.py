@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -493,8 +493,3 @@ class TieringManager:
         """End the store process, which first writes what it was given.  The region is idle then."""
         if self.secondary is not None:
             self.secondary.close()
-
-
-def chunk_keys(keys: Iterable[bytes]) -> list[RowKey]:
-    """An engine's offload keys as row keys: the same bytes."""
-    return [RowKey(key) for key in keys]

@@ -4,13 +4,16 @@ Bookkeeping only; no bytes, files, clocks or locks.  The manager serialises call
 
 A chunk is STORING (device -> region), READING (disk -> region) or READY.  Only READY chunks can be
 pinned, and only those that are READY and not pinned can be evicted.
+
+The scheduler's thread spends its time here: what is known of a chunk stands in dicts of its own, so
+that calls of many chunks are few instructions for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 
 from storage.changes import ChangeLog, Changes
 from storage.eviction import LeastRecentlyUsed
@@ -24,22 +27,17 @@ class ChunkState(Enum):
     READY = "ready"
 
 
-@dataclass(slots=True)
-class _Chunk:
-    slot: int
-    state: ChunkState
-    number: int  # counts allocations: the order in which chunks came
-    pins: int = 0
-
-
 class PrimaryTier:
     """The chunks of one region of `slot_count` slots."""
 
     def __init__(self, slot_count: int) -> None:
-        self._slots = SlotPool(slot_count)
-        self._chunks: dict[RowKey, _Chunk] = {}
-        self._evictable: LeastRecentlyUsed[RowKey] = LeastRecentlyUsed()
-        self._allocations = 0
+        self._free = SlotPool(slot_count)
+        self._slots: dict[RowKey, int] = {}  # of every chunk
+        self._numbers: dict[RowKey, int] = {}  # of every chunk: the order in which they came
+        self._moving: dict[RowKey, ChunkState] = {}  # those that are not READY
+        self._pins: dict[RowKey, int] = {}  # of READY chunks; 1 or more
+        self._evictable: LeastRecentlyUsed[RowKey] = LeastRecentlyUsed()  # the other READY ones
+        self._next_number = count()
         self.evictions = 0
         self._changes: ChangeLog | None = None
 
@@ -47,17 +45,17 @@ class PrimaryTier:
 
     @property
     def slot_count(self) -> int:
-        return self._slots.slot_count
+        return self._free.slot_count
 
     @property
     def used_count(self) -> int:
         """Slots that hold a chunk, in whatever state."""
-        return self.slot_count - self._slots.free_count
+        return self.slot_count - self._free.free_count
 
     @property
     def pin_count(self) -> int:
         """References that forbid eviction now: 0 when idle."""
-        return sum(chunk.pins for chunk in self._chunks.values())
+        return sum(self._pins.values())
 
     @property
     def busy_count(self) -> int:
@@ -66,21 +64,37 @@ class PrimaryTier:
 
     def state(self, key: RowKey) -> ChunkState | None:
         """None if the region has no such chunk."""
-        chunk = self._chunks.get(key)
-        return chunk.state if chunk else None
+        moving = self._moving.get(key)
+        if moving is not None:
+            return moving
+        return ChunkState.READY if key in self._slots else None
 
     def slot(self, key: RowKey) -> int:
-        return self._chunks[key].slot
+        return self._slots[key]
+
+    def slots(self, keys: Iterable[RowKey]) -> list[int]:
+        """Of chunks that are all present."""
+        return list(map(self._slots.__getitem__, keys))
+
+    def missing(self, keys: Iterable[RowKey]) -> list[RowKey]:
+        """Those of `keys` that the region has not, in whatever state."""
+        present = self._slots
+        return [key for key in keys if key not in present]
+
+    def storing(self, keys: Iterable[RowKey]) -> list[RowKey]:
+        """Those of `keys` that are STORING."""
+        state, storing = self._moving.get, ChunkState.STORING
+        return [key for key in keys if state(key) is storing]
 
     def in_order(self, keys: Iterable[RowKey]) -> list[RowKey]:
         """`keys`, all present, in the order in which they were allocated."""
-        return sorted(keys, key=lambda key: self._chunks[key].number)
+        return sorted(keys, key=self._numbers.__getitem__)
 
     # -- allocate, then publish or abandon ------------------------------------------------------
 
-    def room(self, is_protected: Callable[[RowKey], bool], enough: int) -> int:
+    def room(self, is_protected: Callable[[RowKey], bool] | None, enough: int) -> int:
         """How many slots `allocate` could give now; stops counting at `enough`."""
-        free = self._slots.free_count
+        free = self._free.free_count
         if free >= enough:
             return enough
         return free + len(self._evictable.victims(enough - free, is_protected))
@@ -89,65 +103,65 @@ class PrimaryTier:
         self,
         keys: Sequence[RowKey],
         state: ChunkState,
-        is_protected: Callable[[RowKey], bool],
+        is_protected: Callable[[RowKey], bool] | None,
     ) -> list[RowKey] | None:
-        """Give each new key a slot, evicting the least recently used chunks that may go.
+        """Give each new key a slot, evicting the least recently used chunks that may go; None of
+        them `is_protected` means that all may.
 
         Returns the evicted keys, or None if there are too few; then nothing has changed.
         """
         assert state is not ChunkState.READY
-        shortage = len(keys) - self._slots.free_count
-        victims = self._evictable.victims(shortage, is_protected) if shortage > 0 else []
-        if len(victims) < shortage:
-            return None
-        for victim in victims:
-            self._forget(victim)
-        self.evictions += len(victims)
-        for key, slot in zip(keys, self._slots.allocate(len(keys)), strict=True):
-            assert key not in self._chunks, f"{key.hex()} is in the region already"
-            self._allocations += 1
-            self._chunks[key] = _Chunk(slot, state, self._allocations)
+        assert self._slots.keys().isdisjoint(keys), "one of them is in the region already"
+        shortage = len(keys) - self._free.free_count
+        victims: list[RowKey] = []
+        if shortage > 0:
+            victims = self._evictable.victims(shortage, is_protected)
+            if len(victims) < shortage:
+                return None
+            self._evict(victims)
+        self._slots.update(zip(keys, self._free.allocate(len(keys)), strict=True))
+        self._numbers.update(zip(keys, self._next_number, strict=False))
+        self._moving.update(dict.fromkeys(keys, state))
         return victims
 
     def publish(self, keys: Iterable[RowKey]) -> None:
-        """The bytes of STORING or READING chunks are complete: they are READY."""
-        for key in keys:
-            chunk = self._chunks[key]
-            assert chunk.state is not ChunkState.READY, f"{key.hex()} was published twice"
-            chunk.state = ChunkState.READY
-            self._evictable.add(key)
-            if self._changes is not None:
-                self._changes.note_stored([key])
+        """The bytes of STORING or READING chunks, first to last, are complete: they are READY, and
+        count as used now, the first as the most recent."""
+        moving, ready = self._moving, list(keys)
+        for key in ready:
+            del moving[key]
+        self._evictable.add_chain(ready)
+        if self._changes is not None:
+            self._changes.note_stored(ready)
 
     def abandon(self, keys: Iterable[RowKey]) -> None:
         """STORING or READING chunks failed: their slots are free."""
         for key in keys:
-            chunk = self._chunks.pop(key)
-            assert chunk.state is not ChunkState.READY, f"{key.hex()} is published"
-            self._slots.release([chunk.slot])
+            del self._moving[key], self._numbers[key]
+            self._free.release([self._slots.pop(key)])
 
     # -- pin, unpin, touch ----------------------------------------------------------------------
 
     def pin(self, keys: Sequence[RowKey]) -> list[int]:
         """Forbid eviction of READY chunks; their slots."""
-        slots = []
+        pins = self._pins
+        idle = [key for key in keys if key not in pins]
+        self._evictable.remove_all(idle)  # only READY ones are there
         for key in keys:
-            chunk = self._chunks[key]
-            assert chunk.state is ChunkState.READY, f"{key.hex()} is {chunk.state.value}"
-            if chunk.pins == 0:
-                self._evictable.remove(key)
-            chunk.pins += 1
-            slots.append(chunk.slot)
-        return slots
+            pins[key] = pins.get(key, 0) + 1
+        return list(map(self._slots.__getitem__, keys))
 
     def unpin(self, keys: Sequence[RowKey]) -> None:
         """Undo one `pin` of the chunks of one request, first to last; they count as used now."""
-        for key in reversed(keys):  # leaf first: the last one added is the most recent
-            chunk = self._chunks[key]
-            assert chunk.pins > 0, f"{key.hex()} is not pinned"
-            chunk.pins -= 1
-            if chunk.pins == 0:
-                self._evictable.add(key)
+        pins, idle = self._pins, []
+        for key in keys:
+            left = pins[key] - 1
+            if left:
+                pins[key] = left
+            else:
+                del pins[key]
+                idle.append(key)
+        self._evictable.add_chain(idle)  # leaf first: the last one added is the most recent
 
     def touch(self, keys: Iterable[RowKey]) -> None:
         """The chunks of one request, first to last, were used."""
@@ -157,8 +171,9 @@ class PrimaryTier:
         """Forget every chunk.  The caller knows that no transfer uses a slot."""
         if self._changes is not None:
             self._changes.note_lost(self._ready())
-        self._slots.release(chunk.slot for chunk in self._chunks.values())
-        self._chunks.clear()
+        self._free.release(self._slots.values())
+        for of_chunks in (self._slots, self._numbers, self._moving, self._pins):
+            of_chunks.clear()
         self._evictable = LeastRecentlyUsed()
 
     # -- who wants to know ----------------------------------------------------------------------
@@ -179,10 +194,14 @@ class PrimaryTier:
         return self._changes.take(limit)
 
     def _ready(self) -> set[RowKey]:
-        return {k for k, chunk in self._chunks.items() if chunk.state is ChunkState.READY}
+        return self._slots.keys() - self._moving.keys()
 
-    def _forget(self, key: RowKey) -> None:
-        self._evictable.remove(key)
-        self._slots.release([self._chunks.pop(key).slot])
+    def _evict(self, victims: list[RowKey]) -> None:
+        self._evictable.remove_all(victims)
+        self._free.release(list(map(self._slots.pop, victims)))
+        numbers = self._numbers
+        for key in victims:
+            del numbers[key]
+        self.evictions += len(victims)
         if self._changes is not None:
-            self._changes.note_removed([key])
+            self._changes.note_removed(victims)

@@ -1,13 +1,14 @@
 """CopyWorker: moves blocks between CPU tensors and the region, for one rank.
 
-Engine-neutral.  A transfer runs when it is submitted, in the caller's thread: on CPU tensors a copy
-has nothing to overlap with that the same cores are not needed for.
+Engine-neutral.  Blocks move in runs, as `even_runs` finds them, and with them all layers of a group
+whose pages stand evenly apart, as those of one allocation do: one strided copy, in C, in the
+caller's thread alone, that gives up the interpreter lock for as long as it takes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 
 from tiering.region import Region
 from tiering.rows import LayerRow
+from tiering.runs import Pages, even_runs
 
 Ids = npt.NDArray[np.integer]
+Bytes = npt.NDArray[np.uint8]
 
 
 class BlockRun(NamedTuple):
@@ -48,22 +51,48 @@ class Copied(NamedTuple):
     seconds: float
 
 
-class _Pages(NamedTuple):
-    """Device page `block_ids[i]` and block `blocks[i]` of the row in `slots[i]` hold one page."""
+class _Layer(NamedTuple):
+    """Where the pages of one layer are, in bytes: page i at `device_offset + i * device_stride` of
+    its `storage`, and its first piece at `row_offset` of every row."""
 
-    block_ids: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
-    blocks: npt.NDArray[np.int64]
+    row: LayerRow
+    storage: torch.UntypedStorage
+    page_count: int
+    device_stride: int
+    device_offset: int
+    row_offset: int
+    stretches: int  # pieces that stand apart in the row
+    width: int  # content of a page
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Layers of one shape that stand evenly apart form a stack."""
+        row = self.row
+        return (
+            self.storage.data_ptr(),
+            self.page_count,
+            self.device_stride,
+            self.stretches,
+            self.width,
+            row.page_bytes,
+            row.shards,
+            row.first_rank,
+            row.ranks,
+        )
 
 
-class _LayerCopy(NamedTuple):
-    """One layer of a group: `device[i]` and `rows[slot, block]` are pages, in pieces, of the same
-    words; `page_bytes` of them are content."""
+class _Stack(NamedTuple):
+    """Layers of a group that move together: `device`, uint8[page_count, layers, stretches, piece],
+    and `rows`, uint8[slot_count, blocks_per_chunk, layers, stretches, piece], are views."""
 
-    layer: LayerRow
-    device: torch.Tensor
-    rows: torch.Tensor
-    page_bytes: int
+    row: LayerRow  # of any of them: they have the same writers
+    device: Bytes
+    rows: Bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """The content of one block."""
+        return int(self.device[0].size)
 
 
 class CopyWorker:
@@ -71,7 +100,7 @@ class CopyWorker:
     the row layout has on this rank.
 
     `groups[g]` lists what a block of KV-cache group g consists of.  Keeps the region mapped until
-    `close`.  Raises `ValueError` for tensors that are not the layout's.
+    `close`.  Raises `ValueError` for tensors that are not the layout's.  One thread at a time.
     """
 
     def __init__(
@@ -83,24 +112,46 @@ class CopyWorker:
     ) -> None:
         self._region = region
         self._rank = rank
-        layers = region.layout.layers_of(rank)
-        device = [_device_pages(t, layer) for t, layer in zip(tensors, layers, strict=True)]
-        flat = torch.frombuffer(region.mapping, dtype=torch.int8)
-        rows = [self._row_view(flat, layer) for layer in layers]
+        rows = region.layout.layers_of(rank)
+        for tensor, row in zip(tensors, rows, strict=True):
+            _check_pages(tensor, row)
         self._groups = [
-            [_layer_copy(layers[i], device[i], rows[i], width) for i, width in group]
+            [
+                self._stack_of(layers)
+                for layers in _evenly_apart(
+                    [_place(tensors[i], rows[i], rank, width) for i, width in group]
+                )
+            ]
             for group in groups
         ]
 
-    def _row_view(self, flat: torch.Tensor, layer: LayerRow) -> torch.Tensor:
-        """int8[slot_count, blocks_per_chunk, stretches, piece_bytes]: this rank's shard of `layer`
-        in every row, without a copy."""
-        layout = self._region.layout
-        piece = layer.piece_bytes
-        return flat.as_strided(
-            (self._region.row_count, layout.blocks_per_chunk, layer.stretches, piece),
-            (layout.row_bytes, layer.block_bytes, layer.shards * piece, 1),
-            self._region.rows_offset + layer.offset + layer.shard_of(self._rank) * piece,
+    def _stack_of(self, layers: Sequence[_Layer]) -> _Stack:
+        """Views of the device tensors and of the region, without a copy."""
+        first, layout = layers[0], self._region.layout
+        device_step, row_step = _steps(layers[0], layers[-1], len(layers) - 1)
+        page_piece = first.row.page_bytes // first.stretches
+        inner = (len(layers), first.stretches, first.width // first.stretches)
+        device = torch.tensor([], dtype=torch.uint8).set_(first.storage)
+        return _Stack(
+            first.row,
+            np.lib.stride_tricks.as_strided(
+                device.numpy()[first.device_offset :],
+                (first.page_count, *inner),
+                (first.device_stride, device_step, page_piece, 1),
+            ),
+            np.lib.stride_tricks.as_strided(
+                np.frombuffer(self._region.mapping, np.uint8, offset=self._region.rows_offset)[
+                    first.row_offset :
+                ],
+                (self._region.row_count, layout.blocks_per_chunk, *inner),
+                (
+                    layout.row_bytes,
+                    first.row.block_bytes,
+                    row_step,
+                    first.row.shards * page_piece,
+                    1,
+                ),
+            ),
         )
 
     def store(self, runs: Sequence[BlockRun]) -> Copied:
@@ -114,33 +165,42 @@ class CopyWorker:
     def _copy(self, runs: Sequence[BlockRun], *, is_store: bool) -> Copied:
         """`runs[g]` is of group g."""
         started = time.perf_counter()
-        layout = self._region.layout
+        blocks_per_chunk = self._region.layout.blocks_per_chunk
         moved = 0
-        for run, group in zip(runs, self._groups, strict=True):
+        for run, stacks in zip(runs, self._groups, strict=True):
             if len(run.block_ids) == 0:
                 continue
-            blocks = run.first_block % layout.blocks_per_chunk + np.arange(len(run.block_ids))
-            slots = np.asarray(run.slots, np.int64)[blocks // layout.blocks_per_chunk]
-            pages = _Pages(
-                np.asarray(run.block_ids, np.int64), slots, blocks % layout.blocks_per_chunk
-            )
-            for copy in group:
-                part = self._own_pages(copy.layer, pages) if is_store else pages
-                ids, rows, subs = (torch.from_numpy(column) for column in part)
-                if is_store:
-                    copy.rows[rows, subs] = copy.device[ids]
-                else:
-                    copy.device[ids] = copy.rows[rows, subs]
-                moved += len(ids) * copy.page_bytes
+            blocks = run.first_block % blocks_per_chunk + np.arange(len(run.block_ids))
+            slots = np.asarray(run.slots, np.int64)[blocks // blocks_per_chunk]
+            pages = Pages(np.asarray(run.block_ids, np.int64), slots, blocks % blocks_per_chunk)
+            self._check(pages, stacks)
+            for stack in stacks:
+                own = self._own_pages(stack.row, pages) if is_store else pages
+                for part in even_runs(own):
+                    device, row = stack.device[part.block_ids], stack.rows[part.slots, part.blocks]
+                    if is_store:
+                        np.copyto(row, device)
+                    else:
+                        np.copyto(device, row)
+                moved += len(own.block_ids) * stack.page_bytes
         return Copied(moved, time.perf_counter() - started)
 
-    def _own_pages(self, layer: LayerRow, pages: _Pages) -> _Pages:
+    def _check(self, pages: Pages, stacks: Sequence[_Stack]) -> None:
+        """Raises `IndexError`: a slice takes what is out of range without a word."""
+        for name, ids, count in (
+            ("block id", pages.block_ids, min(len(stack.device) for stack in stacks)),
+            ("slot", pages.slots, self._region.row_count),
+        ):
+            if ids.min() < 0 or ids.max() >= count:
+                raise IndexError(f"{name}: expected 0 to {count - 1}, got {ids.tolist()}")
+
+    def _own_pages(self, row: LayerRow, pages: Pages) -> Pages:
         """The pages that this rank writes, as `RowLayout.is_writer` says."""
-        if layer.replicas == 1:
+        if row.replicas == 1:
             return pages
         turns = pages.slots * self._region.layout.blocks_per_chunk + pages.blocks
-        mine = turns % layer.replicas == (self._rank - layer.first_rank) % layer.replicas
-        return _Pages(*(column[mine] for column in pages))
+        mine = turns % row.replicas == (self._rank - row.first_rank) % row.replicas
+        return Pages(*(column[mine] for column in pages))
 
     def close(self) -> None:
         """Drop every view of the region and unmap it."""
@@ -148,34 +208,49 @@ class CopyWorker:
         self._region.close()
 
 
-def _device_pages(tensor: torch.Tensor, layer: LayerRow) -> torch.Tensor:
-    """`tensor` as int8[num_blocks, stretches, piece_bytes].  Raises `ValueError`."""
-    if tensor.dtype != torch.int8 or tensor.shape[1:] != (layer.page_bytes,):
+def _check_pages(tensor: torch.Tensor, row: LayerRow) -> None:
+    if tensor.dtype != torch.int8 or tensor.shape[1:] != (row.page_bytes,):
         raise ValueError(
-            f"{layer.name}: expected int8[num_blocks, {layer.page_bytes}], "
+            f"{row.name}: expected int8[num_blocks, {row.page_bytes}], "
             f"got {tensor.dtype}{list(tensor.shape)}"
         )
-    assert tensor.stride(1) == 1, layer.name
-    stride = tensor.stride(0)
-    shape = (tensor.shape[0], layer.stretches, layer.piece_bytes)
-    return tensor.as_strided(shape, (stride, layer.piece_bytes, 1))
+    assert tensor.stride(1) == 1, row.name
 
 
-def _layer_copy(
-    layer: LayerRow, device: torch.Tensor, rows: torch.Tensor, page_bytes: int
-) -> _LayerCopy:
-    """Both sides cut to the content of a page, in the widest words that fit all of it: torch
-    gathers words one by one, and bytes cost it several times as much."""
-    piece = page_bytes // layer.stretches
-    device, rows = device[..., :piece], rows[..., :piece]
-    numbers = [
-        piece,
-        device.data_ptr(),
-        rows.data_ptr(),
-        *device.stride()[:-1],
-        *rows.stride()[:-1],
-    ]
-    for word in (torch.int64, torch.int32, torch.int16):
-        if all(number % word.itemsize == 0 for number in numbers):
-            return _LayerCopy(layer, device.view(word), rows.view(word), page_bytes)
-    return _LayerCopy(layer, device, rows, page_bytes)
+def _place(tensor: torch.Tensor, row: LayerRow, rank: int, width: int) -> _Layer:
+    # Where one shard is all there is, its pieces follow each other.
+    stretches = 1 if row.shards == 1 and width == row.page_bytes else row.stretches
+    return _Layer(
+        row,
+        tensor.untyped_storage(),
+        tensor.shape[0],
+        tensor.stride(0),
+        int(tensor.storage_offset()),
+        row.offset + row.shard_of(rank) * row.page_bytes // stretches,
+        stretches,
+        width,
+    )
+
+
+def _steps(one: _Layer, other: _Layer, count: int) -> tuple[int, int]:
+    """How far apart, on the device and in the row, `count` steps from one to the other are."""
+    count = max(count, 1)
+    return (
+        (other.device_offset - one.device_offset) // count,
+        (other.row_offset - one.row_offset) // count,
+    )
+
+
+def _evenly_apart(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
+    """`layers` in stacks: each of one shape, its layers evenly apart on the device and in rows."""
+    by_shape: dict[tuple[int, ...], list[_Layer]] = {}
+    for layer in layers:
+        by_shape.setdefault(layer.shape, []).append(layer)
+    for alike in by_shape.values():
+        stack = alike[:1]
+        for layer in alike[1:]:
+            if len(stack) > 1 and _steps(stack[-1], layer, 1) != _steps(stack[0], stack[1], 1):
+                yield stack
+                stack = []
+            stack.append(layer)
+        yield stack

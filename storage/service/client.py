@@ -54,8 +54,7 @@ from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.client")
 
-_RECEIVE_BYTES = 1 << 20
-_RECEIVES_PER_POLL = 8  # so that the index of a store that came back does not hold a step up
+_RECEIVE_BYTES = 1 << 18  # per poll, so that the index of a store that came back holds no step up
 _UNSENT_BYTES_MAX = 4 << 20  # for a store that does not listen; above it jobs are declined
 _BACKOFF_S_MIN = 1.0
 _BACKOFF_S_MAX = 60.0
@@ -146,6 +145,8 @@ class StoreClient:
         self._next_job_id = 0
         self._finished: list[FinishedJob] = []
         self._connection: socket.socket | None = None
+        self._readable: select.epoll
+        """Of the connection, while there is one."""
         self._process: subprocess.Popen[bytes] | None = None
         self._splitter = FrameSplitter()
         self._unsent = bytearray()
@@ -261,7 +262,7 @@ class StoreClient:
 
     def write(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int:
         """Copy region rows `slots` to disk, the chunks of one request first to last; the job's id.
-        The slots must not change until the job is reported."""
+        The slots must not change until the job is reported.  Sent by the next poll or read."""
         return self._submit(Write(self._next_job_id, list(keys), list(slots)))
 
     def clear(self) -> int:
@@ -273,15 +274,17 @@ class StoreClient:
         return self._submit(Clear(self._next_job_id))
 
     def touch(self, keys: Sequence[RowKey]) -> None:
-        """The chunks of one request, first to last, were used in the region."""
-        if keys and self._ready and len(self._unsent) < _UNSENT_BYTES_MAX:
-            self._send(Touch(list(keys)))
+        """The chunks of one request, first to last, were used in the region.  Sent as `write`."""
+        if keys and self._ready and self._has_room():
+            self._put(Touch(list(keys)))
 
     def poll(self) -> list[FinishedJob]:
         """Jobs that ended since the last call; keeps the replica and the usage up to date."""
         if self._connection is not None:
-            self._send_pending()
-            self._receive()
+            if self._unsent:
+                self._send_pending()
+            if self._connection is not None and self._readable.poll(0):
+                self._receive()
             self._notice_silence()
         elif self._reap() and not self._closed and self._now() >= self._restart_at:
             self._restart()
@@ -299,7 +302,7 @@ class StoreClient:
         count = 1 if isinstance(request, Clear) else len(request.keys)
         if not self.is_up:
             self._finish(request.job_id, count, RowOutcome.FAILED)
-        elif len(self._unsent) >= _UNSENT_BYTES_MAX:
+        elif not self._has_room():
             is_write = isinstance(request, Write)
             outcome = RowOutcome.DECLINED if is_write else RowOutcome.FAILED
             self._finish(request.job_id, count, outcome)
@@ -307,7 +310,7 @@ class StoreClient:
             self._jobs[request.job_id] = count
             if not isinstance(request, Clear):
                 self._silence.begin(request.job_id, is_read=isinstance(request, Read))
-            self._send(request)
+            self._put(request)
         return request.job_id
 
     def _finish(self, job_id: int, count: int, outcome: RowOutcome) -> None:
@@ -352,6 +355,8 @@ class StoreClient:
         frame = messages.encode_frame([attach])
         ours.setblocking(False)
         self._connection = ours
+        self._readable = select.epoll(1)
+        self._readable.register(ours, select.EPOLLIN)
         self._splitter = FrameSplitter()
         try:
             sent = socket.send_fds(ours, [frame], [self._rows.fd])
@@ -370,9 +375,18 @@ class StoreClient:
         except OSError as exc:
             log.warning("store process not started: %s", exc)
 
-    def _send(self, request: Request) -> None:
+    def _has_room(self) -> bool:
+        """Whether the store process listens, or has not been silent for long."""
+        if len(self._unsent) >= _UNSENT_BYTES_MAX:
+            self._send_pending()
+        return len(self._unsent) < _UNSENT_BYTES_MAX
+
+    def _put(self, request: Request) -> None:
+        """Sent with all that was put before it: at once if somebody waits for it, else by the next
+        poll.  A send wakes the store process, which may then take the caller's core."""
         self._unsent += messages.encode_frame([request])
-        self._send_pending()
+        if isinstance(request, Read | Clear):
+            self._send_pending()
 
     def _send_pending(self) -> None:
         while self._unsent and self._connection is not None:
@@ -385,28 +399,27 @@ class StoreClient:
                 self._lost()
 
     def _receive(self) -> None:
-        for _ in range(_RECEIVES_PER_POLL):
-            if self._connection is None:
-                return
-            try:
-                data = self._connection.recv(_RECEIVE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._lost()
-                return
-            self._heard()
-            try:
-                for body in self._splitter.feed(data):
-                    for reply in messages.reply_decoder.decode(body):
-                        self._handle(reply)
-            except (ValueError, msgspec.MsgspecError) as exc:
-                log.error("the store process talks nonsense and is killed: %s", exc)
-                if self._process is not None:
-                    self._process.kill()
-                self._lost()
+        if self._connection is None:
+            return
+        try:
+            data = self._connection.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost()
+            return
+        self._heard()
+        try:
+            for body in self._splitter.feed(data):
+                for reply in messages.reply_decoder.decode(body):
+                    self._handle(reply)
+        except (ValueError, msgspec.MsgspecError) as exc:
+            log.error("the store process talks nonsense and is killed: %s", exc)
+            if self._process is not None:
+                self._process.kill()
+            self._lost()
 
     def _handle(self, reply: messages.Reply) -> None:
         match reply:
@@ -496,6 +509,7 @@ class StoreClient:
 
     def _disconnect(self) -> None:
         if self._connection is not None:
+            self._readable.close()
             self._connection.close()
             self._connection = None
         self._ready = False

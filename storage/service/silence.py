@@ -36,10 +36,10 @@ class SilenceWatch:
         self._heard_at = self._now()
 
     def stands_still(self) -> bool:
+        if not any(self._due.values()):
+            return False
         # Jobs of a kind are due in the order in which they began.
         oldest = min(next(iter(due.values()), math.inf) for due in self._due.values())
-        if oldest == math.inf:
-            return False
         latest_sign = max(oldest, self._heard_at + self._timeouts_s[True])
         return self._now() > latest_sign + SILENCE_S
 

@@ -1,8 +1,11 @@
-"""VllmManager: vLLM's `OffloadingManager` before `TieringManager`.  Translates, decides nothing."""
+"""VllmManager: vLLM's `OffloadingManager` before `TieringManager`.  Translates, decides nothing.
+
+vLLM's offload keys are row keys as they are: bytes, of hash and group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -11,6 +14,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingManager,
     PrepareStoreOutput,
     RequestOffloadingContext,
+    TierFilter,
 )
 from vllm.v1.kv_offload.base import (
     LookupResult as VllmLookupResult,
@@ -19,20 +23,17 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from storage.service.client import StoreClient
-from storage.types import RowKey
-from tiering.manager import LookupResult, Tier, TieringManager, chunk_keys
+from tiering.manager import LookupResult, Tier, TieringManager
 from tiering.metrics import Increments, StoreFigures, collect
 from tiering.region import Region
 from tiering.rows import RowLayout
 from tiering.vllm.events import EventStream
 from tiering.vllm.stats import connector_stats
 
-_RESULTS = {
-    LookupResult.HIT: VllmLookupResult.HIT,
-    LookupResult.HIT_PENDING: VllmLookupResult.HIT_PENDING,
-    LookupResult.RETRY: VllmLookupResult.RETRY,
-    LookupResult.MISS: VllmLookupResult.MISS,
-}
+_HIT, _MISS = VllmLookupResult.HIT, VllmLookupResult.MISS
+_HIT_PENDING, _RETRY = VllmLookupResult.HIT_PENDING, VllmLookupResult.RETRY
+_ALL_TIERS = TierFilter.ALL
+_BY_CHUNK = RequestOffloadingContext()  # one for all requests: vLLM reads it
 _DISK = "disk"  # the name of the tier in events
 _SOURCES = {Tier.REGION: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
@@ -77,26 +78,33 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: Any) -> Any:
         self._manager.begin(req_context.req_id)
-        return RequestOffloadingContext()
+        return _BY_CHUNK
 
     def on_request_finished(self, req_context: Any) -> None:
         self._manager.finish(req_context.req_id)
 
-    def lookup(self, key: bytes, req_context: Any) -> Any:
-        below = req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL)
-        return _RESULTS[self._manager.lookup(RowKey(key), req_context.req_id, below=below)]
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        """For each chunk of each request that waits, in each step: few instructions count here."""
+        tiers = req_context.load_tier_filter
+        below = tiers is _ALL_TIERS or tiers.allows(Medium.STORAGE, Locality.LOCAL)
+        result = self._manager.lookup(key, req_context.req_id, below=below)
+        if result is LookupResult.HIT:
+            return _HIT
+        if result is LookupResult.MISS:
+            return _MISS
+        return _HIT_PENDING if result is LookupResult.HIT_PENDING else _RETRY
 
-    def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        return _SOURCES[self._manager.source(RowKey(key), req_context.req_id)]
+    def get_load_source(self, key: Any, req_context: Any) -> Any:
+        return _SOURCES[self._manager.source(key, req_context.req_id)]
 
-    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
-        return CPULoadStoreSpec(self._manager.prepare_load(chunk_keys(keys), req_context.req_id))
+    def prepare_load(self, keys: Any, req_context: Any) -> Any:
+        return CPULoadStoreSpec(self._manager.prepare_load(keys, req_context.req_id))
 
-    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
-        self._manager.complete_load(chunk_keys(keys))
+    def complete_load(self, keys: Any, req_context: Any) -> None:  # noqa: ARG002
+        self._manager.complete_load(keys)
 
-    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
-        plan = self._manager.prepare_store(chunk_keys(keys), req_context.req_id)
+    def prepare_store(self, keys: Any, req_context: Any) -> Any:
+        plan = self._manager.prepare_store(keys, req_context.req_id)
         if plan is None:
             return None
         return PrepareStoreOutput(
@@ -107,14 +115,14 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
 
     def complete_store(
         self,
-        keys: Collection[bytes],
+        keys: Any,
         req_context: Any,  # noqa: ARG002
         success: bool = True,
     ) -> None:
-        self._manager.complete_store(chunk_keys(keys), success=success)
+        self._manager.complete_store(keys, success=success)
 
-    def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
-        self._manager.primary.touch(chunk_keys(keys))
+    def touch(self, keys: Any, req_context: Any) -> None:  # noqa: ARG002
+        self._manager.primary.touch(keys)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
         self._manager.end_step()

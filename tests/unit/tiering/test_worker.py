@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tiering.region import Region
 from tiering.rows import RowLayout
+from tiering.runs import Pages, even_runs
 from tiering.topology import KvHeads, LayerFacts, Parallelism
 from tiering.worker import BlockRun, CopyWorker, LayerPages
 
@@ -282,3 +288,150 @@ def test_dedup_rows_in_head_order_carry_over_to_other_tp(
             assert torch.equal(tensor[target], head_pages(whole, reads, rank)[source])
     for engine in (writers, readers, single):
         engine.close()
+
+
+# -- patterns of blocks, and how tensors stand in memory -------------------------------------------
+
+SLOTS = 6
+
+
+class Job(NamedTuple):
+    blocks_per_chunk: int
+    run: BlockRun
+
+
+@st.composite
+def block_jobs(draw: st.DrawFn) -> Job:
+    """Blocks and slots that go up, down, in steps or in no order; a chunk entered anywhere."""
+    blocks_per_chunk = draw(st.integers(1, BLOCKS // SLOTS))
+    slots = draw(evenly_or_not(SLOTS))
+    first = draw(st.integers(0, 2 * blocks_per_chunk))
+    room = len(slots) * blocks_per_chunk - first % blocks_per_chunk
+    count = draw(st.integers(max(1, room - blocks_per_chunk + 1), room))
+    ids = draw(evenly_or_not(BLOCKS, count))
+    return Job(
+        blocks_per_chunk,
+        run(ids, slots[: -(-(first % blocks_per_chunk + count) // blocks_per_chunk)], first),
+    )
+
+
+@st.composite
+def evenly_or_not(draw: st.DrawFn, of: int, count: int | None = None) -> list[int]:
+    """Different integers below `of`."""
+    if count is None:
+        count = draw(st.integers(1, of))
+    if draw(st.booleans()):
+        return draw(st.permutations(range(of)))[:count]
+    step = draw(st.sampled_from([step for step in range(-of, of) if math.gcd(step, of) == 1]))
+    start = draw(st.integers(0, of - 1))
+    return [(start + i * step) % of for i in range(count)]
+
+
+def placed(pages: Sequence[int], how: str) -> list[torch.Tensor]:
+    """int8[BLOCKS, page] per layer, filled: as vLLM places them in memory, or apart."""
+    block, size = sum(pages), sum(pages) * BLOCKS
+    random = np.random.default_rng(7)
+    memory = torch.from_numpy(random.integers(-128, 128, size, dtype=np.int8))
+    tensors = []
+    for i, page in enumerate(pages):
+        before = sum(pages[:i])
+        if how == "layer by layer":
+            tensors.append(memory[before * BLOCKS :][: page * BLOCKS].view(BLOCKS, page))
+        elif how == "block by block":
+            tensors.append(memory.as_strided((BLOCKS, page), (block, 1), before))
+        else:
+            tensors.append(memory.as_strided((BLOCKS, page), (block, 1), before).clone())
+    return tensors
+
+
+@given(
+    block_jobs(),
+    st.sampled_from(["layer by layer", "block by block", "apart"]),
+    st.sampled_from([1, 2, 4]),
+    st.lists(st.sampled_from(range(len(MIXED))), min_size=1, max_size=6),
+)
+def test_any_pattern_of_blocks_moves_as_page_by_page(
+    memory_path: Path, job: Job, how: str, tp: int, kinds: list[int]
+) -> None:
+    layers = [msgspec.structs.replace(MIXED[k], name=f"{i}") for i, k in enumerate(kinds)]
+    layout = RowLayout.of(layers, Parallelism(tp=tp, world_size=tp), job.blocks_per_chunk)
+    region = Region.create("e", layout, 4096 + SLOTS * layout.row_bytes, directory=memory_path)
+    region.unlink()
+    assert region.row_count >= SLOTS
+    rank = tp - 1
+    tensors = placed([layer.page_bytes for layer in layers], how)
+    pages = [LayerPages(i, layer.page_bytes) for i, layer in enumerate(layers)]
+    worker = CopyWorker(region, rank, tensors, [pages])
+    expected = [bytearray(region.row(slot)) for slot in range(SLOTS)]
+    places = []  # (layer, its tensor, block id, slot, block)
+    for i, block_id in enumerate(job.run.block_ids):
+        chunk, block = divmod(job.run.first_block % job.blocks_per_chunk + i, job.blocks_per_chunk)
+        slot = int(job.run.slots[chunk])
+        places += [
+            (*pair, block_id, slot, block) for pair in zip(layout.layers, tensors, strict=True)
+        ]
+    moved = 0
+    for layer, tensor, block_id, slot, block in places:
+        if layout.is_writer(layer, rank, slot, block):
+            page = tensor[block_id].numpy().tobytes()
+            moved += len(page)
+            for i, piece in enumerate(layer.pieces(block, layer.shard_of(rank))):
+                content = page[i * layer.piece_bytes : (i + 1) * layer.piece_bytes]
+                expected[slot][piece.start : piece.stop] = content
+    assert worker.store([job.run]).bytes_moved == moved
+    assert [bytes(region.row(slot)) for slot in range(SLOTS)] == expected
+
+    for slot in range(SLOTS):
+        region.row(slot)[:] = np.random.default_rng(slot).bytes(layout.row_bytes)
+    wanted = [tensor.clone() for tensor in tensors]
+    for layer, tensor, block_id, slot, block in places:
+        row = region.row(slot)
+        pieces = layer.pieces(block, layer.shard_of(rank))
+        page = b"".join(row[piece.start : piece.stop] for piece in pieces)
+        at = [t is tensor for t in tensors].index(True)
+        wanted[at][block_id] = torch.from_numpy(np.frombuffer(page, np.int8).copy())
+    worker.load([job.run])
+    for tensor, want in zip(tensors, wanted, strict=True):
+        assert torch.equal(tensor, want)
+    worker.close()
+
+
+@pytest.mark.parametrize("how", ["layer by layer", "block by block"])
+def test_all_layers_of_blocks_in_order_move_in_one_copy(
+    directory: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM allocates them: no loop over blocks, nor over layers."""
+    layers = [LayerFacts(f"{i}", 512, max_tp_shards=1) for i in range(30)]
+    layout = RowLayout.of(layers, Parallelism(), 1)
+    region = Region.create("e", layout, 32 * layout.row_bytes, directory=directory)
+    tensors = placed([512] * 30, how)
+    worker = CopyWorker(region, 0, tensors, [[LayerPages(i, 512) for i in range(30)]])
+    copies = []
+    copy = np.copyto
+    monkeypatch.setattr(np, "copyto", lambda to, of: copies.append(of.size) or copy(to, of))
+    for ids, slots in ((range(24), range(24)), (range(23, -1, -1), range(24))):
+        worker.store([run(ids, slots)])
+        worker.load([run(ids, slots)])
+    assert copies == [24 * 30 * 512] * 4
+    worker.close()
+
+
+def test_ids_that_are_out_of_range_are_an_error(directory: Path) -> None:
+    ranks = Ranks(directory, MIXED, 1, 1)
+    for bad in (run([BLOCKS], [0]), run([-1], [0]), run([0], [16]), run([0], [-1])):
+        with pytest.raises(IndexError, match=r"block id|slot"):
+            ranks.workers[0].store([bad])
+    ranks.close()
+
+
+@given(block_jobs())
+def test_runs_are_the_pages_in_order(job: Job) -> None:
+    positions = job.run.first_block % job.blocks_per_chunk + np.arange(len(job.run.block_ids))
+    chunks, blocks = np.divmod(positions, job.blocks_per_chunk)
+    pages = Pages(job.run.block_ids, job.run.slots[chunks].astype(np.int64), blocks)
+    found = []
+    device, rows = np.arange(BLOCKS), np.arange(SLOTS * 4).reshape(SLOTS, 4)
+    for part in even_runs(pages):
+        found += zip(device[part.block_ids], rows[part.slots, part.blocks], strict=True)
+    expected = rows[pages.slots, pages.blocks]
+    assert found == list(zip(pages.block_ids, expected, strict=True))
