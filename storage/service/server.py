@@ -7,6 +7,7 @@ the rows.  Nothing that the engine waits for waits for the engine.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import mmap
@@ -194,6 +195,7 @@ def _row_keys(keys: list[bytes]) -> list[RowKey]:
 
 def serve(connection: socket.socket) -> None:
     """Serve one engine until its socket ends.  Never raises for what an engine or a disk does."""
+    _let_senders_go_on()
     outbox = Outbox(connection)
     session: Session | None = None
     timer: threading.Thread | None = None
@@ -232,6 +234,13 @@ def serve(connection: socket.socket) -> None:
         if session is not None:
             session.close()
         outbox.close()
+
+
+def _let_senders_go_on() -> None:
+    """A message wakes this thread; it shall not take the core of the scheduler that sent it.  For
+    this thread alone: those that it starts move rows."""
+    with contextlib.suppress(OSError):  # where a sandbox forbids it, it is only slower
+        os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
 
 def _attach(request: Request, region_fds: list[int], outbox: Outbox) -> Session:
