@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tiering.config import DiskSettings, Settings
+from tiering.config import DiskSettings, SecondaryTierSettings, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "configuration.md"
@@ -38,6 +38,25 @@ which names it and what was expected, before anything is changed.
 """
 
 
+_TIERS = """\
+A list in the order in which tiers are asked. Each is a store with a root, a budget and a process of
+its own, and is given every chunk; a prompt's chunks come from the first tier that has them, and
+those of a later tier are given to the earlier ones once they were used. A tier that fails or stands
+still costs its rows and nothing else. Drives that are alike are better one tier with several
+`roots`: that holds each row once.
+
+```json
+{"kv_connector": "KvtierConnector", "kv_role": "kv_both",
+ "kv_connector_module_path": "tiering.vllm.connector",
+ "kv_connector_extra_config": {"cpu_bytes_to_use": "64GiB", "secondary_tiers": [
+   {"type": "disk", "name": "nvme", "root": "/mnt/nvme/kvtier", "budget": "1TB"},
+   {"type": "disk", "name": "hdd", "root": "/mnt/hdd/kvtier", "budget": "20TB"}]}}
+```
+
+Each has all settings of `disk`, and these.
+"""
+
+
 def reference() -> str:
     """The text of docs/configuration.md."""
     example = (ROOT / "configs" / "deployments" / "single-node.json").read_text().rstrip()
@@ -48,6 +67,9 @@ def reference() -> str:
         "## `disk`\n",
         (inspect.getdoc(DiskSettings) or "").split(": ", 1)[1].capitalize() + "\n",
         *_settings(DiskSettings, "disk."),
+        "## `secondary_tiers`\n",
+        _TIERS,
+        *_settings(SecondaryTierSettings, "secondary_tiers[]."),
     ]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -57,6 +79,8 @@ def _settings(kind: type[msgspec.Struct], prefix: str) -> list[str]:
     texts = _docstrings(kind)
     lines = []
     for field in msgspec.structs.fields(kind):
+        if field.name not in texts:  # it is another's
+            continue
         kinds, text = texts[field.name]
         lines += [
             f"### `{prefix}{field.encode_name}`\n",
@@ -90,6 +114,7 @@ _TYPES = {
     "bool": "`true` or `false`",
     "DiskSettings": "Object",
     "list[RootSettings]": "List of objects",
+    "list[SecondaryTierSettings]": "List of objects",
 }
 
 

@@ -252,7 +252,9 @@ class SimulatedEngine:
         except BaseException:
             self._end_ranks()
             raise
-        self.manager = TieringManager(PrimaryTier(self.region.row_count), self.client)
+        self.manager = TieringManager(
+            PrimaryTier(self.region.row_count), {} if self.client is None else {"disk": self.client}
+        )
 
     def serve(self, keys: Sequence[RowKey], served: Served | None = None) -> Served:
         """One request whose prompt is the chain of chunks `keys`: load what is found, compute and

@@ -53,3 +53,8 @@ class StoreOptions:
     """Further roots, over which rows are spread: see `storage.drives`."""
     write_queue_bytes: int = 4 << 30
     """Rows that may wait to be written; more are declined.  Some seconds' work for a drive."""
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """One per drive."""
+        return (self.root, *(drive.root for drive in self.more_drives))

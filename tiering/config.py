@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from storage.errors import ConfigError
 from storage.eviction import EVICTION
 from storage.options import DriveOptions, StoreOptions
 from storage.sizes import parse_size
+from tiering.primary import REGION
 from tiering.weights import SAMPLED, WEIGHTS_FINGERPRINTS
 
+DISK_TIER = "disk"  # type of a secondary tier, and the name of the one that `disk` configures
 DP_RANK = "{dp_rank}"  # in a root: the engine's data-parallel rank
+
+_TIER_NAME = re.compile(r"[a-z0-9_-]{1,40}")
 _MAX_QUARANTINE_ROWS = 1000  # for a person to look at
 
 
@@ -70,13 +75,25 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Encode also where the drive is faster than the codec: for room rather than speed."""
 
 
+class SecondaryTierSettings(DiskSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of `secondary_tiers`: all settings of `disk`, and these."""
+
+    type: str
+    """"disk", the only type."""
+    name: str
+    """Of the tier in metrics and messages: small letters, digits, "-" and "_"; no two the same."""
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of `kv_connector_extra_config`."""
 
     cpu_bytes_to_use: str | int
     """Size of the region in shared memory, for all ranks of the engine together."""
     disk: DiskSettings | None = None
-    """The disk tier; without it chunks live in the region alone."""
+    """The disk tier; without one chunks live in the region alone."""
+    secondary_tiers: list[SecondaryTierSettings] | None = None
+    """Instead of `disk`, several, the one to be asked first first, such as a fast drive and then a
+    large one.  Each is given every chunk; see below."""
     dedup: bool = True
     """False: keep every rank's copy of the same bytes, as vLLM's own tiers do; to compare."""
     blocks_per_chunk: int = 1
@@ -86,7 +103,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "content", by every byte; that also sees an edit of a few rows of a tensor, and reads all
     weights once more at start."""
     promotion_timeout_s: float = 10.0
-    """How long a request waits for disk reads before it computes instead."""
+    """How long a request waits for disk reads, over its whole life, before it computes instead."""
     offload_prompt_only: bool = True
     """Store the KV of prompts only, not that of generated tokens."""
     self_describing_kv_events: bool = False
@@ -103,7 +120,8 @@ class Config:
     """Checked settings.  `Config.parse` alone builds it; the inside trusts it."""
 
     region_bytes: int
-    store: StoreOptions | None
+    stores: Mapping[str, StoreOptions]
+    """Secondary tiers by name, in order; the one of `disk` is called "disk"."""
     dedup: bool
     blocks_per_chunk: int
     weights_fingerprint: str
@@ -122,6 +140,11 @@ class Config:
         _refuse_unknown(raw, Settings, where)
         if isinstance(raw.get("disk"), Mapping):
             _refuse_unknown(raw["disk"], DiskSettings, f"{where}.disk")
+        tiers = raw.get("secondary_tiers")
+        for number, tier in enumerate(tiers if isinstance(tiers, list) else []):
+            if isinstance(tier, Mapping):
+                place = f"{where}.secondary_tiers[{number}]"
+                _refuse_unknown(tier, SecondaryTierSettings, place)
         try:
             settings = msgspec.convert(dict(raw), Settings)
         except msgspec.ValidationError as exc:
@@ -140,10 +163,9 @@ class Config:
                 f"one of {', '.join(WEIGHTS_FINGERPRINTS)}",
                 settings.weights_fingerprint,
             )
-        disk = settings.disk
         return cls(
             region_bytes=parse_size(settings.cpu_bytes_to_use, f"{where}.cpu_bytes_to_use"),
-            store=_store_options(disk, f"{where}.disk", dp_rank) if disk else None,
+            stores=_stores(settings, where, dp_rank),
             dedup=settings.dedup,
             blocks_per_chunk=settings.blocks_per_chunk,
             weights_fingerprint=settings.weights_fingerprint,
@@ -159,18 +181,26 @@ def refuse_shared_root(
 
     Raises `ConfigError`.
     """
-    first, second = (Config.parse(raw, where, dp_rank).store for dp_rank in range(2))
-    if engines == 1 or first is None or second is None:
+    first, second = (Config.parse(raw, where, dp_rank).stores for dp_rank in range(2))
+    if engines == 1:
         return
-    taken = {first.root, *(drive.root for drive in first.more_drives)}
-    for root in (second.root, *(drive.root for drive in second.more_drives)):
-        if root in taken:
-            raise ConfigError(
-                f"{where}.disk.root",
-                f"a root for each of the {engines} data-parallel engines of this node, each with "
-                f'the budget that is given: "{root}/{DP_RANK}"',
-                str(root),
-            )
+    taken = {root for options in first.values() for root in options.roots}
+    for name, options in second.items():
+        for root in options.roots:
+            if root in taken:
+                raise ConfigError(
+                    f"{where}.{_place_of(name, raw)}.root",
+                    f"a root for each of the {engines} data-parallel engines of this node, each "
+                    f'with the budget that is given: "{root}/{DP_RANK}"',
+                    str(root),
+                )
+
+
+def _place_of(name: str, raw: Mapping[str, Any]) -> str:
+    """Where a tier stands in settings that are good."""
+    tiers = raw.get("secondary_tiers") or []
+    numbers = [number for number, tier in enumerate(tiers) if tier["name"] == name]
+    return f"secondary_tiers[{numbers[0]}]" if numbers else "disk"
 
 
 def disk_options(raw: Mapping[str, Any], where: str, dp_rank: int = 0) -> StoreOptions:
@@ -181,6 +211,38 @@ def disk_options(raw: Mapping[str, Any], where: str, dp_rank: int = 0) -> StoreO
     except msgspec.ValidationError as exc:
         raise _as_config_error(exc, raw, where) from None
     return _store_options(settings, where, dp_rank)
+
+
+def _stores(settings: Settings, where: str, dp_rank: int) -> dict[str, StoreOptions]:
+    tiers = settings.secondary_tiers or []
+    if settings.disk is not None:
+        if tiers:
+            raise ConfigError(f"{where}.secondary_tiers", "either these, or disk", "both")
+        return {DISK_TIER: _store_options(settings.disk, f"{where}.disk", dp_rank)}
+    stores: dict[str, StoreOptions] = {}
+    for number, tier in enumerate(tiers):
+        place = f"{where}.secondary_tiers[{number}]"
+        if tier.type != DISK_TIER:
+            raise ConfigError(f"{place}.type", f'"{DISK_TIER}"', tier.type)
+        if not _TIER_NAME.fullmatch(tier.name) or tier.name in (REGION, *stores):
+            raise ConfigError(
+                f"{place}.name",
+                f'small letters, digits, "-" and "_", other than "{REGION}" and the other tiers',
+                tier.name,
+            )
+        options = _store_options(tier, place, dp_rank)
+        others = [root for other in stores.values() for root in other.roots]
+        for root in options.roots:
+            if not _is_apart(root, others):
+                raise ConfigError(
+                    f"{place}.root", "a directory apart from the other roots", str(root)
+                )
+        stores[tier.name] = options
+    return stores
+
+
+def _is_apart(root: Path, others: Iterable[Path]) -> bool:
+    return not any(root.is_relative_to(o) or o.is_relative_to(root) for o in others)
 
 
 def _store_options(disk: DiskSettings, where: str, dp_rank: int) -> StoreOptions:
@@ -256,7 +318,7 @@ def _drives(disk: DiskSettings, where: str, dp_rank: int) -> list[DriveOptions]:
         if not of.root.strip():
             raise ConfigError(f"{place}.root", "a directory", of.root)
         root = Path(of.root.replace(DP_RANK, str(dp_rank))).expanduser().absolute()
-        if any(root.is_relative_to(d.root) or d.root.is_relative_to(root) for d in drives):
+        if not _is_apart(root, (drive.root for drive in drives)):
             raise ConfigError(f"{place}.root", "a directory apart from the other roots", of.root)
         drives.append(DriveOptions(root, parse_size(of.budget, f"{place}.budget")))
     return drives
@@ -282,8 +344,11 @@ def _as_config_error(
     message, _, path = str(exc).partition(" - at `$")
     path = path.rstrip("`")
     found: Any = raw
-    for part in filter(None, path.split(".")):
-        found = found.get(part) if isinstance(found, Mapping) else None
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        if index:
+            found = found[int(index)]
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
     expected = message.split(", got")[0].removeprefix("Expected ").replace("`", "")
     if message.startswith("Object missing required field"):
         return ConfigError(f"{where}{path}.{message.split('`')[1]}", "a value", None)

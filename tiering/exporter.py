@@ -19,6 +19,7 @@ from storage.errors import DeviceError
 from storage.space import DiskState, Limit
 from storage.status import StoreStatus, read_status
 from tiering import metrics
+from tiering.config import DISK_TIER
 from tiering.metrics import Kind, Metric, Sample
 
 _ROOT = "root"
@@ -70,22 +71,26 @@ class StatusCollector(Collector):
 def samples_of(status: StoreStatus) -> Iterator[Sample]:
     """What a status says, under the names that vLLM shows for a running engine."""
     counters = status.counters
-    yield Sample(metrics.DISK_USED, (), status.used_bytes)
-    yield Sample(metrics.DISK_BUDGET, (), status.budget_bytes)
-    yield Sample(metrics.DISK_ROWS, (), status.rows)
-    yield Sample(metrics.DISK_DEGRADED, (), float(status.health == "degraded"))
+    yield Sample(metrics.DISK_USED, (DISK_TIER,), status.used_bytes)
+    yield Sample(metrics.DISK_BUDGET, (DISK_TIER,), status.budget_bytes)
+    yield Sample(metrics.DISK_ROWS, (DISK_TIER,), status.rows)
+    yield Sample(metrics.DISK_DEGRADED, (DISK_TIER,), float(status.health == "degraded"))
     for state in DiskState:
-        yield Sample(metrics.DISK_STATE, (state.value,), float(status.state == state.value))
+        yield Sample(
+            metrics.DISK_STATE, (DISK_TIER, state.value), float(status.state == state.value)
+        )
     for limit in Limit:
         if limit is not Limit.NONE:
-            yield Sample(metrics.DISK_LIMIT, (limit.value,), float(status.limit == limit.value))
-    yield Sample(metrics.READ_BYTES, ("disk",), counters.bytes_read)
-    yield Sample(metrics.WRITE_BYTES, ("disk",), counters.bytes_written)
-    yield Sample(metrics.CHUNKS_EVICTED, ("disk",), counters.rows_evicted)
+            yield Sample(
+                metrics.DISK_LIMIT, (DISK_TIER, limit.value), float(status.limit == limit.value)
+            )
+    yield Sample(metrics.READ_BYTES, (DISK_TIER,), counters.bytes_read)
+    yield Sample(metrics.WRITE_BYTES, (DISK_TIER,), counters.bytes_written)
+    yield Sample(metrics.CHUNKS_EVICTED, (DISK_TIER,), counters.rows_evicted)
     for outcome, count in (
         ("ok", counters.rows_read),
         ("missing", counters.rows_missing),
         ("corrupt", counters.rows_corrupt),
     ):
-        yield Sample(metrics.ROWS_READ, ("disk", outcome), count)
-    yield Sample(metrics.ROWS_WRITTEN, ("disk", "ok"), counters.rows_written)
+        yield Sample(metrics.ROWS_READ, (DISK_TIER, outcome), count)
+    yield Sample(metrics.ROWS_WRITTEN, (DISK_TIER, "ok"), counters.rows_written)

@@ -20,6 +20,8 @@ from storage.eviction import LeastRecentlyUsed
 from storage.types import RowKey
 from tiering.slots import SlotPool
 
+REGION = "region"  # as the name of a tier; no other one is called so
+
 
 class ChunkState(Enum):
     STORING = "storing"
@@ -139,6 +141,18 @@ class PrimaryTier:
         for key in keys:
             del self._moving[key], self._numbers[key]
             self._free.release([self._slots.pop(key)])
+
+    def disown(self, key: RowKey) -> int:
+        """A READING chunk failed, but something may still write into its slot: the slot, which is
+        nobody's until `free`."""
+        state = self._moving.pop(key)
+        assert state is ChunkState.READING, f"{key.hex()} is {state.value}"
+        del self._numbers[key]
+        return self._slots.pop(key)
+
+    def free(self, slot: int) -> None:
+        """Undo one `disown`: nothing writes into the slot any more."""
+        self._free.release([slot])
 
     # -- pin, unpin, touch ----------------------------------------------------------------------
 

@@ -22,6 +22,16 @@ class SecondaryTier(Protocol):
     `in` is answered from memory and may be stale: the read then reports MISSING.
     """
 
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a write is worth offering now, as far as is known: else only as a probe."""
+        ...
+
+    @property
+    def write_rows_max(self) -> int:
+        """Rows that may wait to be written; more are declined."""
+        ...
+
     def __contains__(self, key: bytes) -> bool: ...
 
     def read(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int: ...

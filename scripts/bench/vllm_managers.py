@@ -102,9 +102,9 @@ class KvtierSide(_VllmSide):
             raise
         # Long enough that a disk which stands still is one that requests wait for.
         self.tiering = TieringManager(
-            PrimaryTier(slot_count), self.client, promotion_timeout_s=3600.0
+            PrimaryTier(slot_count), {"disk": self.client}, promotion_timeout_s=3600.0
         )
-        self.manager = VllmManager(self.tiering, layout, region, self.client)
+        self.manager = VllmManager(self.tiering, layout, region, {"disk": self.client})
 
     def jobs(self) -> int:
         return self.tiering.pending_reads + self.tiering.pending_writes

@@ -50,6 +50,7 @@ from storage.service.messages import (
     Write,
 )
 from storage.service.silence import SilenceWatch
+from storage.space import DiskState
 from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.client")
@@ -60,6 +61,7 @@ _BACKOFF_S_MIN = 1.0
 _BACKOFF_S_MAX = 60.0
 _EXIT_TIMEOUT_S = 40.0  # of the store process: longer than its own wait for I/O
 _KILL_TIMEOUT_S = 5.0  # after SIGKILL; only a hung disk takes longer
+_REFUSING = (DiskState.READ_ONLY.value, DiskState.SUSPENDED.value)
 
 
 class StoreRefused(StorageError):
@@ -213,6 +215,16 @@ class StoreClient:
     def is_up(self) -> bool:
         """Whether the store process serves: else lookups miss and jobs fail at once."""
         return self._ready and not self._is_silent
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether the disk takes writes, as far as is known: else they are declined at once."""
+        return self.is_up and self.usage.state not in _REFUSING
+
+    @property
+    def write_rows_max(self) -> int:
+        """Rows that may wait to be written; the store declines more."""
+        return max(1, self._options.write_queue_bytes // self._rows.row_bytes)
 
     @property
     def store_pid(self) -> int | None:

@@ -21,6 +21,7 @@ from storage.status import read_status
 from storage.survey import survey_root
 from tiering.cli import words
 from tiering.cli.console import console, print_json
+from tiering.primary import REGION
 
 _TIMEOUT_S = 5.0  # for an answer of /metrics
 
@@ -155,8 +156,8 @@ def read_metrics(url: str) -> Reading:
         bytes_written=totals["write_bytes"],
         waiting=f"{slots['busy']:.0f} of {slots['total']:.0f} slots of the region in use",
         lines={
-            "region hits": words.percent(hits["region"], chunks),
-            "disk hits": words.percent(hits["disk"], chunks),
+            "region hits": words.percent(hits[REGION], chunks),
+            "disk hits": words.percent(sum(hits.values()) - hits[REGION], chunks),
             "corrupt": f"{outcomes['corrupt']:.0f} rows",
         },
     )

@@ -5,7 +5,8 @@ vLLM's offload keys are row keys as they are: bytes, of hash and group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -34,12 +35,12 @@ _HIT, _MISS = VllmLookupResult.HIT, VllmLookupResult.MISS
 _HIT_PENDING, _RETRY = VllmLookupResult.HIT_PENDING, VllmLookupResult.RETRY
 _ALL_TIERS = TierFilter.ALL
 _BY_CHUNK = RequestOffloadingContext()  # one for all requests: vLLM reads it
-_DISK = "disk"  # the name of the tier in events
+NO_CLIENTS: Mapping[str, StoreClient] = MappingProxyType({})
 _SOURCES = {Tier.REGION: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
 
 class VllmManager(OffloadingManager):  # type: ignore[misc]
-    """Owns region, store client and manager of one engine, in its scheduler.
+    """Owns region, store clients and manager of one engine, in its scheduler.
 
     Ranks with private rows have no region that the scheduler sees: their layout and slots come
     with `use_private_rows`.
@@ -50,22 +51,23 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         manager: TieringManager,
         layout: RowLayout | None = None,
         region: Region | None = None,
-        client: StoreClient | None = None,
+        clients: Mapping[str, StoreClient] = NO_CLIENTS,
         *,
         announces: bool = False,
     ) -> None:
-        """`announces`: somebody wants KV events, and takes them in each step."""
+        """`clients`, by name, are the disks among the manager's tiers.  `announces`: somebody wants
+        KV events, and takes them in each step."""
         self._manager = manager
         self._layout = layout
         self._region = region
-        self._client = client
+        self._clients = clients
         self._increments = Increments()
         self._announces = announces
         self._events = EventStream()
         if announces:
             self._events.add_region(manager.primary)
-            if client is not None:
-                self._events.add_disk(_DISK, client)
+            for name, client in clients.items():
+                self._events.add_disk(name, client)
 
     def use_private_rows(self, layout: RowLayout, row_count: int) -> None:
         """The ranks have `row_count` slots each.  Comes once, before the first request."""
@@ -141,9 +143,10 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
             )
 
     def get_stats(self) -> Any:
-        figures = None
-        if self._client is not None:
-            figures = StoreFigures(self._client.usage, self._client.is_up, self._client.restarts)
+        figures = {
+            name: StoreFigures(client.usage, client.is_up, client.restarts)
+            for name, client in self._clients.items()
+        }
         if self._layout is None:
             return connector_stats((), self._increments)
         return connector_stats(collect(self._manager, self._layout, figures), self._increments)

@@ -115,8 +115,8 @@ class SelectiveManager(VllmManager):
         return events
 
     def _is_somewhere(self, name: RowKey) -> bool:
-        return self._manager.primary.state(name) is not None or (
-            self._client is not None and name in self._client
+        return self._manager.primary.state(name) is not None or any(
+            name in client for client in self._clients.values()
         )
 
     def shutdown(self) -> None:

@@ -16,7 +16,7 @@ from storage.store import rows_that_fit
 from tiering.config import Config
 from tiering.manager import TieringManager
 from tiering.metrics import ALL
-from tiering.primary import PrimaryTier
+from tiering.primary import REGION, PrimaryTier
 from tiering.region import Region, announce_layers, collect_layers
 from tiering.rows import RowLayout
 from tiering.summary import capacity_line, dedup_line, row_facts
@@ -57,7 +57,7 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         self._config = Config.parse(
             config.extra_config, dp_rank=config.parallel.data_parallel_index
         )
-        if self._config.store is not None:
+        if self._config.stores:
             _refuse_disk_without_region(facts.parallel)
         self._facts = facts
         self._vllm_config = vllm_config
@@ -132,24 +132,24 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         try:
             region.wait_for_ranks()
             region.unlink()
-            client = self._connect(region)
+            clients = self._connect(region)
         except BaseException:
             region.close()
             raise
         manager = TieringManager(
             PrimaryTier(region.row_count),
-            client,
+            clients,
             promotion_timeout_s=self._config.promotion_timeout_s,
         )
         self._log_start(region.layout, region.row_count)
-        return self._vllm_manager(manager, region.layout, region, client)
+        return self._vllm_manager(manager, region.layout, region, clients)
 
     def _manager_of_private_rows(self) -> VllmManager:
         """One without a slot until `ranks_reported`: nothing here can see the ranks' memory."""
         log.warning(
             "ranks keep private rows, without dedup: %s", "; ".join(self._facts.parallel.refusals())
         )
-        return self._vllm_manager(TieringManager(PrimaryTier(0), None))
+        return self._vllm_manager(TieringManager(PrimaryTier(0)))
 
     def _vllm_manager(self, *parts: Any) -> VllmManager:
         transfer, lora = self._vllm_config.kv_transfer_config, self._vllm_config.lora_config
@@ -171,9 +171,9 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         self._log_start(layout, row_count)
 
     def _log_start(self, layout: RowLayout, row_count: int) -> None:
-        rows = {"region": row_count}
-        if self._config.store is not None:
-            rows["disk"] = rows_that_fit(self._config.store, layout.row_bytes)
+        rows = {REGION: row_count}
+        for name, options in self._config.stores.items():
+            rows[name] = rows_that_fit(options, layout.row_bytes)
         groups = self.config.groups
         tokens = min(group.tokens_per_block for group in groups) * layout.blocks_per_chunk
         log.info(
@@ -182,28 +182,37 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
             capacity_line(layout, len(groups), tokens, rows),
         )
 
-    def _connect(self, region: Region) -> StoreClient | None:
-        options = self._config.store
-        if options is None:
-            return None
-        name = identity(
+    def _connect(self, region: Region) -> dict[str, StoreClient]:
+        """The store of each secondary tier, by its name.  All of them, or none and the error."""
+        clients: dict[str, StoreClient] = {}
+        if not self._config.stores:
+            return clients
+        named = identity(
             self._vllm_config, self.config, region.layout, self._config.weights_fingerprint
         )
         rows = RegionRows(region.fd, region.rows_offset, region.layout.row_bytes, region.row_count)
         tokens = [group.tokens_per_block for group in self.config.groups]
         label = display_name(self._vllm_config.model_config)
         facts = row_facts(region.layout, tokens, label)
-        client = StoreClient(options, name, rows, facts=facts)
-        client.connect(_CONNECT_TIMEOUT_S)
-        log.info(
-            "disk store %s: budget %s (%d bytes) for the whole root, namespace %s, %d rows found",
-            options.root,
-            format_size(options.budget_bytes),
-            options.budget_bytes,
-            name.directory,
-            len(client),
-        )
-        return client
+        try:
+            for name, options in self._config.stores.items():
+                client = StoreClient(options, named, rows, facts=facts)
+                client.connect(_CONNECT_TIMEOUT_S)
+                clients[name] = client
+                log.info(
+                    "disk store %s: budget %s (%d bytes) for the whole root, namespace %s, %d rows "
+                    "found",
+                    options.root,
+                    format_size(options.budget_bytes),
+                    options.budget_bytes,
+                    named.directory,
+                    len(client),
+                )
+        except BaseException:
+            for client in clients.values():
+                client.close()
+            raise
+        return clients
 
 
 def _refuse_disk_without_region(parallel: Parallelism) -> None:

@@ -55,9 +55,9 @@ def test_cli_metrics_are_those_of_the_store(root: Path, capsys: pytest.CaptureFi
     assert value("rows_read_total", tier="disk", outcome="corrupt") == 0
     assert value("read_bytes_total", tier="disk") == 4 * 8192
     assert value("chunks_evicted_total", tier="disk") == 3
-    assert 0 < value("disk_used_bytes") <= value("disk_budget_bytes")
-    assert value("disk_state", state="full") == 1
-    assert value("disk_limit", limit="budget") == 1
+    assert 0 < value("disk_used_bytes", tier="disk") <= value("disk_budget_bytes", tier="disk")
+    assert value("disk_state", tier="disk", state="full") == 1
+    assert value("disk_limit", tier="disk", limit="budget") == 1
     assert value("disk_free_bytes") > 0
 
 

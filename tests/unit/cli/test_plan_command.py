@@ -40,8 +40,8 @@ def test_plan_prints_a_table_and_a_configuration_that_works(
     document = json.loads(text)
     assert document["kv_connector"] == "KvtierConnector"
     config = Config.parse(document["kv_connector_extra_config"])
-    assert config.store is not None
-    assert 170e9 < config.store.budget_bytes < 177e9
+    assert "disk" in config.stores
+    assert 170e9 < config.stores["disk"].budget_bytes < 177e9
     assert config.region_bytes == 5 << 30
 
 
@@ -90,8 +90,8 @@ def test_plan_limits_writes_that_would_wear_the_drive_out(
         found = plan(capsys, *SIZED, *drive, "--tokens-per-day", per_day)
         settings = found["kv_transfer_config"]["kv_connector_extra_config"]
         config = Config.parse(settings)
-        assert config.store is not None
-        assert config.store.write_bytes_per_day == limit
+        assert "disk" in config.stores
+        assert config.stores["disk"].write_bytes_per_day == limit
 
 
 def write_trace(path: Path, rounds: int) -> Path:

@@ -24,14 +24,14 @@ GOOD: dict[str, Any] = {
 def test_good_settings() -> None:
     config = Config.parse(GOOD)
     assert config.region_bytes == 1 << 30
-    assert config.store is not None
-    assert config.store.budget_bytes == 500 * 10**9
-    assert config.store.reserve_bytes is None
-    assert (config.store.admission, config.store.eviction) == ("learned", "lru")
-    assert config.store.write_bytes_per_day is None
+    assert "disk" in config.stores
+    assert config.stores["disk"].budget_bytes == 500 * 10**9
+    assert config.stores["disk"].reserve_bytes is None
+    assert (config.stores["disk"].admission, config.stores["disk"].eviction) == ("learned", "lru")
+    assert config.stores["disk"].write_bytes_per_day is None
     assert config.blocks_per_chunk == 1
-    assert Config.parse({"cpu_bytes_to_use": 4096}).store is None
-    assert Config.parse(_with(disk={"reserve": 0})).store.reserve_bytes == 0  # type: ignore[union-attr]
+    assert not Config.parse({"cpu_bytes_to_use": 4096}).stores
+    assert Config.parse(_with(disk={"reserve": 0})).stores["disk"].reserve_bytes == 0
 
 
 def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
@@ -44,10 +44,29 @@ def _roots(*roots: tuple[str, str]) -> dict[str, Any]:
 
 
 def test_several_roots_are_drives_of_one_store() -> None:
-    store = Config.parse(_roots(("/a", "1GB"), ("/b", "2GB"))).store
-    assert store is not None
+    store = Config.parse(_roots(("/a", "1GB"), ("/b", "2GB"))).stores["disk"]
     assert (store.root, store.budget_bytes) == (Path("/a"), 10**9)
     assert [(d.root, d.budget_bytes) for d in store.more_drives] == [(Path("/b"), 2 * 10**9)]
+
+
+def _tiers(*tiers: dict[str, Any], **top: Any) -> dict[str, Any]:
+    """Each with what it needs, unless it says otherwise."""
+    full = [
+        {"type": "disk", "name": f"t{n}", "root": f"/t{n}", "budget": "1GB", **tier}
+        for n, tier in enumerate(tiers)
+    ]
+    return {"cpu_bytes_to_use": "1GB", "secondary_tiers": full, **top}
+
+
+def test_several_tiers_are_stores_in_order() -> None:
+    raw = _tiers({"name": "nvme", "io_threads": 4}, {"name": "big-disk_2", "budget": "9GB"})
+    stores = Config.parse(raw).stores
+    assert list(stores) == ["nvme", "big-disk_2"]
+    assert [store.root for store in stores.values()] == [Path("/t0"), Path("/t1")]
+    assert (stores["nvme"].io_threads, stores["big-disk_2"].budget_bytes) == (4, 9 * 10**9)
+    drives = {"roots": [{"root": "/a", "budget": "1GB"}], "root": None, "budget": None}
+    assert Config.parse(_tiers(drives)).stores["t0"].root == Path("/a")
+    assert not Config.parse(_tiers()).stores
 
 
 @pytest.mark.parametrize(
@@ -82,6 +101,17 @@ def test_several_roots_are_drives_of_one_store() -> None:
         (_with({"codec": "gzip"}), "disk.codec", "'gzip'"),
         (_with({"codec_always": True}), "disk.codec_always", "'none'"),
         ({"cpu_bytes_to_use": "1GB", "disk": {"root": "/x"}}, "disk.budget", "None"),
+        (_tiers({}, disk=GOOD["disk"]), "secondary_tiers", "'both'"),
+        (_tiers({}, {"type": "fs"}), "secondary_tiers[1].type", "'fs'"),
+        (_tiers({}, {"type": 3}), "secondary_tiers[1].type", "3"),
+        (_tiers({}, {"name": "t0"}), "secondary_tiers[1].name", "'t0'"),
+        (_tiers({"name": "region"}), "secondary_tiers[0].name", "'region'"),
+        (_tiers({"name": "A b"}), "secondary_tiers[0].name", "'A b'"),
+        (_tiers({}, {"root": "/t0/sub"}), "secondary_tiers[1].root", "'/t0/sub'"),
+        (_tiers({}, {"budget": "x"}), "secondary_tiers[1].budget", "'x'"),
+        (_tiers({"io_threads": "4"}), "secondary_tiers[0].io_threads", "'4'"),
+        ({**_tiers(), "secondary_tiers": [3]}, "secondary_tiers[0]", "3"),
+        ({**_tiers(), "secondary_tiers": [{"type": "disk"}]}, "secondary_tiers[0].name", "None"),
         ({"cpu_bytes_to_use": "1GB", "disk": "/x"}, "disk", "'/x'"),
     ],
 )
@@ -102,6 +132,10 @@ def test_bad_values(raw: dict[str, Any], field: str, found: str) -> None:
             "blocks_per_chunks: expected a known setting (did you mean 'bl",
         ),
         (_with({"buget": "1GB"}), "disk.buget: expected a known setting (did you mean 'budget'?)"),
+        (
+            _tiers({}, {"buget": "1GB"}),
+            "secondary_tiers[1].buget: expected a known setting (did you mean 'budget'?)",
+        ),
         (
             _with({"max_byte": 1}),
             "disk.max_byte: expected a known setting (one of admission, budget",
@@ -129,7 +163,7 @@ def test_the_readme_shows_every_setting_of_the_disk() -> None:
 
 def test_an_engine_of_a_data_parallel_rank_has_a_root_of_its_own() -> None:
     raw = _with(disk={"root": "/cache/{dp_rank}/kv"})
-    stores = [Config.parse(raw, dp_rank=rank).store for rank in range(2)]
+    stores = [Config.parse(raw, dp_rank=rank).stores["disk"] for rank in range(2)]
     assert [store and store.root for store in stores] == [Path("/cache/0/kv"), Path("/cache/1/kv")]
     refuse_shared_root(raw, 2)
     both = _roots(("/a/{dp_rank}", "1GB"), ("/b", "1GB"))

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from storage.service.messages import Usage
+from tests.unit.tiering.fakes import FakeTier
 from tiering.manager import TieringManager
 from tiering.metrics import ALL, Kind, StoreFigures, collect
 from tiering.primary import PrimaryTier
@@ -32,9 +33,9 @@ EXPORTED = {
 def label_values() -> dict[tuple[str, str], set[str]]:
     """(metric, label) -> the values that it has when everything is collected."""
     layout = RowLayout.of([LayerFacts("mla", 4096, 1)], Parallelism(tp=2, world_size=2), 1)
-    manager = TieringManager(PrimaryTier(4), None)
+    manager = TieringManager(PrimaryTier(4), {"disk": FakeTier()})
     found: dict[tuple[str, str], set[str]] = {}
-    for sample in collect(manager, layout, StoreFigures(Usage(), True, 0)):
+    for sample in collect(manager, layout, {"disk": StoreFigures(Usage(), True, 0)}):
         for label, value in zip(sample.metric.labels, sample.labels, strict=True):
             found.setdefault((sample.metric.name, label), set()).add(value)
     return found
@@ -99,11 +100,11 @@ def test_dashboard_names_only_what_is_exported(where: str, expression: str, text
         ("kvtier:disk_used_byte", "", "no metric kvtier:disk_used_byte"),
         ("kvtier:chunk_hits", "", "no metric kvtier:chunk_hits"),  # a counter ends in _total
         ("kvtier:disk_up_total", "", "no metric kvtier:disk_up_total"),
-        ('kvtier:disk_up{tier="disk"}', "", "kvtier:disk_up has no label tier"),
+        ('kvtier:disk_up{kind="x"}', "", "kvtier:disk_up has no label kind"),
         ('kvtier:disk_state{state="broken"}', "", "kvtier:disk_state has no state='broken'"),
         ('kvtier:disk_state{state=~"full|ro"}', "", "kvtier:disk_state has no state='ro'"),
         ("sum by (colour) (kvtier:disk_up)", "", "no label colour"),
-        ("kvtier:disk_up", "{{tier}}", "no label tier"),
+        ("kvtier:disk_up", "{{kind}}", "no label kind"),
     ],
 )
 def test_the_check_of_dashboards_can_fail(expression: str, text: str, complaint: str) -> None:

@@ -1,0 +1,164 @@
+"""The requests that a manager serves: what they hold, how long they have waited, whose turn it is.
+
+Pure; one thread; `now` in seconds.
+
+Holds.  Between the first lookup of a request and its load, the chunks found for it must not be
+evicted for others, or two requests could take each other's chunks for ever.  A request holds what
+it found; only requests that arrived before it may evict that.
+
+Turns.  A request for which the region had no slot waits in the order of arrival.  While it does,
+no slot goes to a request that arrived later, nor to stores, or a slot that becomes free would be
+gone before the one that waits asks again.  Who has not asked for a while neither holds nor waits.
+
+Time.  A request waits for disk reads, slots and the stores of others.  All that counts, from one
+lookup that left it waiting to the next, over its whole life: being preempted earns no new budget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from storage.types import RowKey
+
+HOLD_S = 5.0  # after its last lookup a request that neither loads nor ends loses holds and turn
+_HOLD_STEPS = 3  # but not before it could have asked in so many steps, however long these are
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request.  `order` counts arrivals; `source` names a secondary tier, "" the region."""
+
+    order: int
+    asked_at: float = 0.0
+    asked_step: int = -1
+    waited_s: float = 0.0
+    is_pending: bool = False
+    """Whether its last lookup of that time left it waiting."""
+    held: set[RowKey] = field(default_factory=set)
+    is_queued: bool = False
+    """Whether it waits for a slot."""
+    promoting: dict[str, list[RowKey]] = field(default_factory=dict)
+    """By tier: chunks that have a slot and whose read is not submitted yet."""
+    sources: dict[RowKey, str] = field(default_factory=dict)
+    counted: set[RowKey] = field(default_factory=set)
+    chain: dict[RowKey, None] = field(default_factory=dict)
+    """What it loaded and stored, in order."""
+    is_out_of_time: bool = False
+
+
+class Requests:
+    """By id.  Every chunk that is held is in the region; `forget` is called when one leaves it."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._step = 0
+        self._holders: dict[RowKey, set[Request]] = {}
+        self._queue: list[int] = []  # orders of those that wait for a slot
+        self._queued: dict[int, Request] = {}  # by order
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def get(self, request_id: str | None) -> Request | None:
+        return self._requests.get(request_id) if request_id is not None else None
+
+    def begin(self, request_id: str) -> Request:
+        """The request, new or known."""
+        request = self._requests.get(request_id)
+        if request is None:
+            self._arrivals += 1
+            request = self._requests[request_id] = Request(self._arrivals)
+        return request
+
+    def finish(self, request: Request, request_id: str) -> None:
+        self.settle(request)
+        del self._requests[request_id]
+
+    def end_step(self) -> None:
+        self._step += 1
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def note_asking(self, request: Request, now: float) -> None:
+        """It looks a chunk up.  The first time in a step counts what it has waited, and renews
+        its claims."""
+        if request.asked_step == self._step:
+            return
+        if request.is_pending:
+            # Of a longer silence the rest is the engine's: it had nothing for this request.
+            request.waited_s += min(now - request.asked_at, HOLD_S)
+            request.is_pending = False
+        request.asked_at, request.asked_step = now, self._step
+        self._leave_queue(request)
+
+    def _is_there(self, request: Request, now: float) -> bool:
+        return (
+            request.asked_at >= now - HOLD_S or request.asked_step >= self._step - _HOLD_STEPS + 1
+        )
+
+    # -- holds ----------------------------------------------------------------------------------
+
+    def hold(self, key: RowKey, request: Request) -> None:
+        if key not in request.held:
+            request.held.add(key)
+            self._holders.setdefault(key, set()).add(request)
+
+    def settle(self, request: Request) -> None:
+        """It has what it waited for, or gave it up: it holds nothing and waits for nothing."""
+        for key in request.held:
+            holders = self._holders[key]
+            holders.discard(request)
+            if not holders:
+                del self._holders[key]
+        request.held.clear()
+        request.is_pending = False
+        self._leave_queue(request)
+
+    def settle_all(self) -> None:
+        for request in self._requests.values():
+            self.settle(request)
+
+    def forget(self, keys: Iterable[RowKey]) -> None:
+        """Chunks left the region: who held them holds them no more."""
+        for key in keys:
+            for holder in self._holders.pop(key, ()):
+                holder.held.discard(key)
+
+    def is_held(self, key: RowKey, now: float, order: float = float("inf")) -> bool:
+        """Whether a request that arrived at `order` or before holds the chunk."""
+        return any(
+            holder.order <= order and self._is_there(holder, now)
+            for holder in self._holders.get(key, ())
+        )
+
+    @property
+    def held_count(self) -> int:
+        """Chunks that somebody holds: 0 when idle."""
+        return len(self._holders)
+
+    # -- turns ----------------------------------------------------------------------------------
+
+    def queue(self, request: Request) -> None:
+        """The region has no slot for it now."""
+        if not request.is_queued:
+            request.is_queued = True
+            insort(self._queue, request.order)
+            self._queued[request.order] = request
+
+    def _leave_queue(self, request: Request) -> None:
+        if request.is_queued:
+            request.is_queued = False
+            del self._queue[bisect_left(self._queue, request.order)]
+            del self._queued[request.order]
+
+    def somebody_waits(self, now: float, before: float = float("inf")) -> bool:
+        """Whether a request that arrived before `before` waits for a slot."""
+        while self._queue and self._queue[0] < before:
+            first = self._queued[self._queue[0]]
+            if self._is_there(first, now):
+                return True
+            self._leave_queue(first)
+        return False

@@ -1,0 +1,285 @@
+"""What moves between the region and one secondary tier: promotions, cascades, and their failures.
+
+Pins: a chunk that is written is pinned until its job ends, or, if its write hangs, until the tier
+lets go of the slot.  A chunk that is read is READING until its job ends; if the read hangs, its
+slot is nobody's until then, and the chunk may be read or stored again elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from storage.service.client import FinishedJob
+from storage.types import STORED, RowKey, RowOutcome
+from tiering.backpressure import HeldBack, WriteGate
+from tiering.breaker import ReadBreaker
+from tiering.primary import PrimaryTier
+from tiering.secondary import SecondaryTier
+
+_OFFER_AGAIN_S = 1.0  # to a tier that declined a chunk: its own back-off begins there too
+_FAILED_READ_RETRY_S = 30.0  # a key whose read failed is a miss for that long
+_MAX_FAILED_KEYS = 100_000
+
+_DEVICE_FAILURES = frozenset({RowOutcome.FAILED, RowOutcome.HUNG})
+_ANSWERS = frozenset({RowOutcome.OK, RowOutcome.CORRUPT})
+
+Place = tuple[int, int]
+"""(job id, position in it) of a row."""
+
+
+@dataclass
+class TierCounters:
+    """Of one tier, since start."""
+
+    hits: int = 0  # a key counts once per request
+    promotions_failed: int = 0  # rows whose read did not succeed
+    lookups_refused: int = 0  # that missed a chunk because the breaker is open
+    writes_not_stored: int = 0  # rows that the store declined or failed to write
+    held_back: dict[HeldBack, int] = field(default_factory=lambda: dict.fromkeys(HeldBack, 0))
+    """Chunks that were not offered as soon as they might have been."""
+    lost: int = 0  # of these, chunks that left the region before they were offered
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    keys: list[RowKey]
+    ahead: int  # rows under way when it was submitted, these included
+
+
+class TierTransfers:
+    """Jobs of one tier, by the manager's thread."""
+
+    def __init__(
+        self, name: str, tier: SecondaryTier, primary: PrimaryTier, gate: WriteGate, stall_s: float
+    ) -> None:
+        self.name = name
+        self.tier = tier
+        self.gate = gate
+        self.breaker = ReadBreaker(stall_s)
+        self.counters = TierCounters()
+        self.is_offering = True
+        """False: nothing is written any more."""
+        self._primary = primary
+        self._promoting: set[RowKey] = set()  # READING, for this tier's bytes
+        self._reads: dict[int, list[RowKey]] = {}
+        self._writes: dict[int, _Write] = {}
+        self._hung_reads: dict[Place, int] = {}  # -> slot that is nobody's
+        self._hung_writes: dict[Place, RowKey] = {}  # -> pinned chunk
+        self._failed_reads: dict[RowKey, float] = {}  # key -> when to try again
+        self._offer_at: dict[RowKey, float] = {}  # chunks of the region that wait or are written
+        self._backlog: dict[RowKey, int] = {}  # chunks held back, in order -> of which offer
+        self._offers = 0
+        self._clearing: int | None = None  # job id
+        self._is_cleared = False
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def has(self, key: RowKey, now: float) -> bool:
+        """Whether the tier has the chunk, and a read of it has not failed lately."""
+        if key not in self.tier:
+            return False
+        retry_at = self._failed_reads.get(key)
+        if retry_at is None:
+            return True
+        if now < retry_at:
+            return False
+        del self._failed_reads[key]
+        return True
+
+    def is_promoting(self, key: RowKey) -> bool:
+        """Whether a chunk that is READING comes from this tier."""
+        return key in self._promoting
+
+    @property
+    def read_jobs(self) -> int:
+        return len(self._reads)
+
+    @property
+    def write_jobs(self) -> int:
+        return len(self._writes)
+
+    @property
+    def backlog_count(self) -> int:
+        """Chunks of the region that wait to be offered."""
+        return len(self._backlog)
+
+    @property
+    def stuck_count(self) -> int:
+        """Slots of the region that a hanging read or write keeps."""
+        return len(self._hung_reads) + len(self._hung_writes)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the tier may use any slot of the region, or is being cleared."""
+        return bool(self._reads or self._writes or self._hung_reads or self._hung_writes) or (
+            self._clearing is not None
+        )
+
+    # -- doing ----------------------------------------------------------------------------------
+
+    def begin_promotion(self, key: RowKey) -> None:
+        """The chunk has a slot and is READING; `read` or `drop` follows."""
+        self._promoting.add(key)
+
+    def drop(self, keys: list[RowKey]) -> None:
+        """These are not read after all."""
+        self._primary.abandon(keys)
+        self._promoting.difference_update(keys)
+
+    def read(self, keys: list[RowKey], now: float) -> None:
+        """Submit promotions that have begun."""
+        slots = [self._primary.slot(key) for key in keys]
+        self._reads[self.tier.read(keys, slots)] = keys
+        self.breaker.started(now)
+
+    def offer(self, chunks: Iterable[RowKey], now: float) -> None:
+        """Cascade what the tier lacks of READY chunks, of one request first to last, unless it was
+        asked lately: at once, or when the tier takes rows again."""
+        wanted = [
+            key
+            for key in chunks
+            if key not in self.tier
+            and key not in self._backlog
+            and self._offer_at.get(key, now) <= now
+        ]
+        if not wanted or not self.is_offering:
+            return
+        self._offers += 1
+        self._backlog.update(dict.fromkeys(wanted, self._offers))
+        reason = self._offer_backlog(now)
+        if reason is not None:
+            self.counters.held_back[reason] += min(len(self._backlog), len(wanted))
+
+    def _offer_backlog(self, now: float) -> HeldBack | None:
+        """Write as much of the backlog as the tier may be offered; why no more, if so."""
+        granted, reason = self.gate.grant(
+            len(self._backlog), now, takes_writes=self.tier.takes_writes
+        )
+        job: list[RowKey] = []
+        job_offer = 0
+        for _ in range(granted):
+            key = next(iter(self._backlog))
+            offer = self._backlog.pop(key)
+            if job and offer != job_offer:
+                self._write(job, now)
+                job = []
+            job_offer = offer
+            job.append(key)
+        if job:
+            self._write(job, now)
+        return reason
+
+    def _write(self, keys: list[RowKey], now: float) -> None:
+        job_id = self.tier.write(keys, self._primary.pin(keys))
+        self._writes[job_id] = _Write(keys, self.gate.started(len(keys), now))
+        self._offer_at.update(dict.fromkeys(keys, math.inf))
+
+    def note_evicted(self, keys: Iterable[RowKey]) -> None:
+        """Chunks left the region."""
+        for key in keys:
+            self._offer_at.pop(key, None)
+            if self._backlog.pop(key, None) is not None:
+                self.counters.lost += 1
+
+    # -- results --------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> list[RowKey]:
+        """Take results in and go on with the backlog.  The chunks whose read failed: they left the
+        region."""
+        failed: list[RowKey] = []
+        for job in self.tier.poll():
+            if (keys := self._reads.pop(job.job_id, None)) is not None:
+                failed += self._finish_read(job, keys, now)
+            elif (write := self._writes.pop(job.job_id, None)) is not None:
+                self._finish_write(job, write, now)
+            elif job.job_id == self._clearing:
+                self._clearing = None
+                self._is_cleared = job.outcomes == [RowOutcome.OK]
+        for place in self.tier.take_released():
+            self._release(place)
+        self.breaker.check(now)
+        if self._backlog and self.is_offering:
+            self._offer_backlog(now)
+        return failed
+
+    def _finish_read(self, job: FinishedJob, keys: Sequence[RowKey], now: float) -> list[RowKey]:
+        outcomes = list(zip(keys, job.outcomes, strict=True))
+        self._promoting.difference_update(keys)
+        self._primary.publish(key for key, outcome in outcomes if outcome is RowOutcome.OK)
+        failed = [key for key, outcome in outcomes if outcome is not RowOutcome.OK]
+        for position, (key, outcome) in enumerate(outcomes):
+            if outcome is RowOutcome.HUNG:
+                self._hung_reads[job.job_id, position] = self._primary.disown(key)
+            elif outcome is not RowOutcome.OK:
+                self._primary.abandon([key])
+        self.counters.promotions_failed += len(failed)
+        if len(self._failed_reads) > _MAX_FAILED_KEYS:
+            self._failed_reads.clear()
+        self._failed_reads.update(dict.fromkeys(failed, now + _FAILED_READ_RETRY_S))
+        self.breaker.finished(
+            now,
+            answered=sum(outcome in _ANSWERS for outcome in job.outcomes),
+            failed=sum(outcome in _DEVICE_FAILURES for outcome in job.outcomes),
+        )
+        return failed
+
+    def _finish_write(self, job: FinishedJob, write: _Write, now: float) -> None:
+        stored = 0
+        refused: list[RowKey] = []
+        free: list[RowKey] = []
+        for position, (key, outcome) in enumerate(zip(write.keys, job.outcomes, strict=True)):
+            if outcome in STORED:
+                stored += 1
+                self._failed_reads.pop(key, None)
+                del self._offer_at[key]
+            else:
+                self._offer_at[key] = now + _OFFER_AGAIN_S
+            if outcome is RowOutcome.HUNG:
+                self._hung_writes[job.job_id, position] = key
+                continue
+            free.append(key)
+            if outcome not in STORED:
+                refused.append(key)
+        self._primary.unpin(free)
+        self.counters.writes_not_stored += len(write.keys) - stored
+        self.gate.finished(
+            len(write.keys),
+            write.ahead,
+            now,
+            stored=job.outcomes.count(RowOutcome.OK),
+            failed=sum(outcome in _DEVICE_FAILURES for outcome in job.outcomes),
+            seconds=job.seconds,
+        )
+        is_refused = self.gate.closed is not None or not self.tier.takes_writes
+        if is_refused and self.is_offering:
+            # The disk's fault and not theirs: they are offered again when it is back.
+            self._offers += 1
+            self._backlog.update(dict.fromkeys(refused, self._offers))
+
+    def _release(self, place: Place) -> None:
+        """The tier has let go of the slot of a row that hung."""
+        if (slot := self._hung_reads.pop(place, None)) is not None:
+            self._primary.free(slot)
+        else:
+            self._primary.unpin([self._hung_writes.pop(place)])
+
+    # -- reset ----------------------------------------------------------------------------------
+
+    def stop_offering(self) -> None:
+        """Forget what waits to be offered, and offer nothing more."""
+        self.is_offering = False
+        self._backlog.clear()
+
+    def clear(self) -> None:
+        """Begin to drop every row of the tier.  Nothing is moving."""
+        self._is_cleared = False
+        self._clearing = self.tier.clear()
+
+    def end_clear(self) -> bool:
+        """Whether the tier dropped them all."""
+        if self._is_cleared:
+            self._failed_reads.clear()
+            self._offer_at.clear()
+        return self._is_cleared
