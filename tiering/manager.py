@@ -284,8 +284,8 @@ class TieringManager:
     ) -> StorePlan | None:
         """Give slots to those of `keys`, first to last, that the region lacks.
 
-        None if the region has no room for all of them now, or a request waits for it.  Of more
-        chunks than the region has slots, the first ones that fit.
+        None if the region has no room for all of them now, or a request that arrived earlier waits
+        for it.  Of more chunks than the region has slots, the first ones that fit.
         """
         now = self._now()
         new = [key for key in keys if self.primary.state(key) is None]
@@ -295,7 +295,9 @@ class TieringManager:
         def is_protected(other: RowKey) -> bool:
             return other in wanted or self._requests.is_held(other, now)
 
-        if new and self._requests.somebody_waits(now):
+        request = self._requests.get(request_id)
+        order = math.inf if request is None else request.order
+        if new and self._requests.somebody_waits(now, before=order):
             self.counters.stores_declined += len(new)
             return None
         if len(new) > self.primary.slot_count:
@@ -310,7 +312,6 @@ class TieringManager:
             return None
         self._note_evicted(evicted)
         self.primary.touch(keys)
-        request = self._requests.get(request_id)
         if request is not None:
             request.chain.update(dict.fromkeys(keys))
         return StorePlan(new, [self.primary.slot(key) for key in new], evicted)

@@ -7,8 +7,9 @@ evicted for others, or two requests could take each other's chunks for ever.  A 
 it found; only requests that arrived before it may evict that.
 
 Turns.  A request for which the region had no slot waits in the order of arrival.  While it does,
-no slot goes to a request that arrived later, nor to stores, or a slot that becomes free would be
-gone before the one that waits asks again.  Who has not asked for a while neither holds nor waits.
+no slot goes to a request that arrived later, not to its lookups and not to its stores, or a slot
+that becomes free would be gone before the one that waits asks again.  Who has not asked for a while
+neither holds nor waits.
 
 Time.  A request waits for disk reads, slots and the stores of others.  All that counts, from one
 lookup that left it waiting to the next, over its whole life: being preempted earns no new budget.
