@@ -81,6 +81,7 @@ class ManagerCounters:
 
     region_hits: int = 0
     misses: int = 0
+    misses_above: int = 0  # of these, where no secondary tier was to be asked
     promotions_timed_out: int = 0  # requests that stopped waiting
     stores_declined: int = 0  # chunks for which the region had no slot
     chunks_stored: int = 0
@@ -156,6 +157,8 @@ class TieringManager:
             self._count(key, request, request.sources.setdefault(key, REGION))
         elif result is LookupResult.MISS:
             request.sources.pop(key, None)
+            if not below:
+                self.counters.misses_above += key not in request.counted
             self._count(key, request, None)
         else:
             request.is_pending = True

@@ -47,6 +47,9 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
     return Metric(f"kvtier:{name}", Kind.GAUGE, text, labels)
 
 
+CHUNK_QUERIES = _counter(
+    "chunk_queries", "Chunks asked for that no tier before had, once per request and chunk.", "tier"
+)
 CHUNK_HITS = _counter("chunk_hits", "Chunks found, once per request and chunk.", "tier")
 CHUNK_MISSES = _counter("chunk_misses", "Chunks found in no tier, once per request and chunk.")
 CHUNKS_STORED = _counter("chunks_stored", "Chunks copied from the device to the region.")
@@ -78,7 +81,7 @@ READ_SECONDS = _counter("read_seconds", "Thread time spent reading.", "tier")
 WRITE_SECONDS = _counter("write_seconds", "Thread time spent writing.", "tier")
 ROWS_READ = _counter("rows_read", "Rows read, by outcome.", "tier", "outcome")
 ROWS_WRITTEN = _counter("rows_written", "Rows offered for writing, by outcome.", "tier", "outcome")
-CODEC_ROWS = _counter("codec_rows", "Rows written under a codec, encoded or raw.", "tier", "form")
+CODEC_ROWS = _counter("codec_rows", "Rows that passed the codec, encoded or raw.", "tier", "form")
 CODEC_BYTES = _counter("codec_bytes", "Bytes of encoded rows, before and after.", "tier", "side")
 CODEC_SECONDS = _counter("codec_seconds", "Thread time spent in the codec.", "tier", "direction")
 ROWS_GIVEN_UP = _counter(
@@ -128,7 +131,9 @@ STORE_RESTARTS = _counter(
     "store_restarts", "Times the store process had to be started again.", "tier"
 )
 REGION_SLOTS = _gauge("region_slots", "Slots of the region.", "use")
+REGION_PINS = _gauge("region_pins", "Loads and writes under way, counted once per chunk of each.")
 ROW_BYTES = _gauge("row_bytes", "Bytes of one row, as stored and without dedup.", "dedup")
+DEDUP_RATIO = _gauge("dedup_ratio", "Bytes of one row without dedup by those that are stored.")
 REPLICATION_INFO = _gauge(
     "replication_info",
     "1; the labels say which copies the ranks share, and why some are not.",
@@ -155,6 +160,12 @@ def collect(
 ) -> Iterator[Sample]:
     """The present value of every metric that applies.  `stores` by the names of their tiers."""
     counters, primary = manager.counters, manager.primary
+    queries = (
+        counters.region_hits
+        + counters.misses
+        + sum(transfers.counters.hits for transfers in manager.tiers.values())
+    )
+    yield Sample(CHUNK_QUERIES, (REGION,), queries)
     yield Sample(CHUNK_HITS, (REGION,), counters.region_hits)
     yield Sample(CHUNK_MISSES, (), counters.misses)
     yield Sample(CHUNKS_STORED, (), counters.chunks_stored)
@@ -163,14 +174,19 @@ def collect(
     yield Sample(REGION_SLOTS, ("total",), primary.slot_count)
     yield Sample(REGION_SLOTS, ("occupied",), primary.used_count)
     yield Sample(REGION_SLOTS, ("busy",), primary.busy_count)
+    yield Sample(REGION_PINS, (), primary.pin_count)
     yield Sample(ROW_BYTES, ("on",), layout.row_bytes)
     yield Sample(ROW_BYTES, ("off",), layout.row_bytes_without_dedup)
+    yield Sample(DEDUP_RATIO, (), layout.row_bytes_without_dedup / layout.row_bytes)
     info = (str(layout.ranks), str(layout.kv_tp_replicas), str(layout.replicated_layout).lower())
     yield Sample(REPLICATION_INFO, (*info, reasons(layout) if layout.ranks > 1 else ""), 1.0)
     if manager.tiers:
         yield Sample(PROMOTIONS_TIMED_OUT, (), counters.promotions_timed_out)
+    queries -= counters.region_hits + counters.misses_above
     for name, transfers in manager.tiers.items():
+        yield Sample(CHUNK_QUERIES, (name,), queries)
         yield from _collect_transfers(name, transfers)
+        queries -= transfers.counters.hits
     for name, store in stores.items():
         yield from collect_store(store, name)
 

@@ -41,6 +41,8 @@ class PrimaryTier:
         self._evictable: LeastRecentlyUsed[RowKey] = LeastRecentlyUsed()  # the other READY ones
         self._next_number = count()
         self.evictions = 0
+        self.pin_count = 0
+        """References that forbid eviction now: 0 when idle."""
         self._changes: ChangeLog | None = None
 
     # -- asking ---------------------------------------------------------------------------------
@@ -53,11 +55,6 @@ class PrimaryTier:
     def used_count(self) -> int:
         """Slots that hold a chunk, in whatever state."""
         return self.slot_count - self._free.free_count
-
-    @property
-    def pin_count(self) -> int:
-        """References that forbid eviction now: 0 when idle."""
-        return sum(self._pins.values())
 
     @property
     def busy_count(self) -> int:
@@ -163,6 +160,7 @@ class PrimaryTier:
         self._evictable.remove_all(idle)  # only READY ones are there
         for key in keys:
             pins[key] = pins.get(key, 0) + 1
+        self.pin_count += len(keys)
         return list(map(self._slots.__getitem__, keys))
 
     def unpin(self, keys: Sequence[RowKey]) -> None:
@@ -175,6 +173,7 @@ class PrimaryTier:
             else:
                 del pins[key]
                 idle.append(key)
+        self.pin_count -= len(keys)
         self._evictable.add_chain(idle)  # leaf first: the last one added is the most recent
 
     def touch(self, keys: Iterable[RowKey]) -> None:
@@ -188,6 +187,7 @@ class PrimaryTier:
         self._free.release(self._slots.values())
         for of_chunks in (self._slots, self._numbers, self._moving, self._pins):
             of_chunks.clear()
+        self.pin_count = 0
         self._evictable = LeastRecentlyUsed()
 
     # -- who wants to know ----------------------------------------------------------------------
