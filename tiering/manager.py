@@ -141,20 +141,33 @@ class TieringManager:
 
     def _touch_below(self, keys: Collection[RowKey]) -> None:
         for transfers in self.tiers.values():
-            transfers.tier.touch([key for key in keys if key in transfers.tier])
+            transfers.tier.touch(keys)
 
     # -- lookup and promotion -------------------------------------------------------------------
 
     def lookup(self, key: RowKey, request_id: str, *, below: bool = True) -> LookupResult:
         """Find one chunk for a request; if a tier has it, begin to promote it.  Not `below`: the
-        region alone counts."""
-        now = self._now()
-        request = self._requests.begin(request_id)
-        self._requests.note_asking(request, now)
-        result = self._lookup(key, request, now, below=below)
+        region alone counts.
+
+        An engine asks for all chunks of a request that waits in every step: what was found before
+        is answered first, in few instructions.
+        """
+        request = self._requests.by_id.get(request_id)
+        if request is None:
+            request = self._requests.begin(request_id)
+        if request.asked_step != self._requests.step:
+            self._requests.note_asking(request, self._now())
+        if key in request.found:
+            return LookupResult.HIT
+        source = request.sources.get(key)
+        if source is not None and self._still_comes(key, request, self.tiers[source]):
+            request.is_pending = True
+            return LookupResult.HIT_PENDING
+        result = self._lookup(key, request, self._now(), below=below)
         if result is LookupResult.HIT:
             self._requests.hold(key, request)
-            self._count(key, request, request.sources.setdefault(key, REGION))
+            request.found.add(key)
+            self._count(key, request, REGION if source is None else source)
         elif result is LookupResult.MISS:
             request.sources.pop(key, None)
             if not below:
@@ -184,8 +197,17 @@ class TieringManager:
                         return self._probe(key, transfers, request, now)
         return LookupResult.MISS
 
+    def _still_comes(self, key: RowKey, request: Request, transfers: TierTransfers) -> bool:
+        """Whether a lookup of this request that found the chunk READING would do so again."""
+        return (
+            key in transfers.promoting
+            and key in request.held
+            and request.waited_s < self._promotion_timeout_s
+            and not transfers.breaker.is_open
+        )
+
     def _join_promotion(self, key: RowKey, request: Request) -> LookupResult:
-        transfers = next(t for t in self.tiers.values() if t.is_promoting(key))
+        transfers = next(t for t in self.tiers.values() if key in t.promoting)
         if transfers.breaker.is_open:
             transfers.counters.lookups_refused += 1
             return LookupResult.MISS
@@ -226,9 +248,8 @@ class TieringManager:
 
         What requests that arrived at `order` or before hold is not evicted for it.
         """
-        evicted = self.primary.allocate(
-            [key], ChunkState.READING, lambda other: self._requests.is_held(other, now, order)
-        )
+        is_held = self._requests.protection(now, order)
+        evicted = self.primary.allocate([key], ChunkState.READING, is_held)
         if evicted is None:
             return False
         self._note_evicted(evicted)
@@ -291,13 +312,10 @@ class TieringManager:
         for it.  Of more chunks than the region has slots, the first ones that fit.
         """
         now = self._now()
-        new = [key for key in keys if self.primary.state(key) is None]
-        present = [key for key in keys if self.primary.state(key) is ChunkState.READY]
-        wanted = set(present)
-
-        def is_protected(other: RowKey) -> bool:
-            return other in wanted or self._requests.is_held(other, now)
-
+        new = self.primary.missing(keys)
+        is_protected = self._requests.protection(now)
+        if len(new) < len(keys):
+            is_protected = _either(set(keys).__contains__, is_protected)
         request = self._requests.get(request_id)
         order = math.inf if request is None else request.order
         if new and self._requests.somebody_waits(now, before=order):
@@ -314,24 +332,22 @@ class TieringManager:
             self.counters.stores_declined += len(new)
             return None
         self._note_evicted(evicted)
-        self.primary.touch(keys)
+        if len(new) < len(keys):
+            self.primary.touch(keys)
         if request is not None:
             request.chain.update(dict.fromkeys(keys))
-        return StorePlan(new, [self.primary.slot(key) for key in new], evicted)
+        return StorePlan(new, self.primary.slots(new), evicted)
 
     def complete_store(self, keys: Collection[RowKey], *, success: bool = True) -> None:
         """The workers have copied the chunks of one `prepare_store`, or failed to.
 
         A chunk that is complete is loadable, and cascades to the tiers that lack it.
         """
-        ordered = self.primary.in_order(
-            key for key in keys if self.primary.state(key) is ChunkState.STORING
-        )
+        ordered = self.primary.in_order(self.primary.storing(keys))
         if not success:
             self.primary.abandon(ordered)
             return
         self.primary.publish(ordered)
-        self.primary.touch(ordered)
         self.counters.chunks_stored += len(ordered)
         self._cascade(ordered)
 
@@ -384,7 +400,17 @@ class TieringManager:
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for results to be taken in."""
-        return bool(self._promoting or self.pending_reads or self.pending_writes)
+        if self._promoting:
+            return True
+        for transfers in self.tiers.values():  # noqa: SIM110  # asked in every step
+            if transfers.has_jobs:
+                return True
+        return False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is there, or work is pending: more steps follow."""
+        return bool(self._requests) or self.has_pending_work()
 
     # -- reset and end --------------------------------------------------------------------------
 
@@ -435,3 +461,9 @@ class TieringManager:
         """End the tiers, which first write what they were given.  The region is idle then."""
         for transfers in self.tiers.values():
             transfers.tier.close()
+
+
+def _either(
+    first: Callable[[RowKey], bool], second: Callable[[RowKey], bool] | None
+) -> Callable[[RowKey], bool]:
+    return first if second is None else lambda key: first(key) or second(key)

@@ -11,7 +11,7 @@ that calls of many chunks are few instructions for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from itertools import count
 
@@ -85,8 +85,10 @@ class PrimaryTier:
         state, storing = self._moving.get, ChunkState.STORING
         return [key for key in keys if state(key) is storing]
 
-    def in_order(self, keys: Iterable[RowKey]) -> list[RowKey]:
+    def in_order(self, keys: Collection[RowKey]) -> list[RowKey]:
         """`keys`, all present, in the order in which they were allocated."""
+        if len(keys) == 1:
+            return list(keys)
         return sorted(keys, key=self._numbers.__getitem__)
 
     # -- allocate, then publish or abandon ------------------------------------------------------

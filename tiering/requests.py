@@ -18,7 +18,7 @@ lookup that left it waiting to the next, over its whole life: being preempted ea
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from storage.types import RowKey
@@ -38,6 +38,8 @@ class Request:
     is_pending: bool = False
     """Whether its last lookup of that time left it waiting."""
     held: set[RowKey] = field(default_factory=set)
+    found: set[RowKey] = field(default_factory=set)
+    """Of those held, the ones that a lookup called HIT: they are READY as long as they are held."""
     is_queued: bool = False
     """Whether it waits for a slot."""
     promoting: dict[str, list[RowKey]] = field(default_factory=dict)
@@ -53,91 +55,127 @@ class Requests:
     """By id.  Every chunk that is held is in the region; `forget` is called when one leaves it."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, Request] = {}
+        self.by_id: dict[str, Request] = {}
+        self.step = 0
         self._arrivals = 0
-        self._step = 0
-        self._holders: dict[RowKey, set[Request]] = {}
+        self._holders: dict[RowKey, set[Request]] = {}  # once `_register` was called
+        self._latest: Request | None = None
+        self._fresh: list[RowKey] = []  # held by the latest alone, and not in `_holders` yet
         self._queue: list[int] = []  # orders of those that wait for a slot
         self._queued: dict[int, Request] = {}  # by order
 
     def __bool__(self) -> bool:
-        return bool(self._requests)
+        return bool(self.by_id)
 
     def get(self, request_id: str | None) -> Request | None:
-        return self._requests.get(request_id) if request_id is not None else None
+        return self.by_id.get(request_id) if request_id is not None else None
 
     def begin(self, request_id: str) -> Request:
         """The request, new or known."""
-        request = self._requests.get(request_id)
+        request = self.by_id.get(request_id)
         if request is None:
             self._arrivals += 1
-            request = self._requests[request_id] = Request(self._arrivals)
+            request = self.by_id[request_id] = Request(self._arrivals)
         return request
 
     def finish(self, request: Request, request_id: str) -> None:
         self.settle(request)
-        del self._requests[request_id]
+        del self.by_id[request_id]
 
     def end_step(self) -> None:
-        self._step += 1
+        self.step += 1
 
     # -- time -----------------------------------------------------------------------------------
 
     def note_asking(self, request: Request, now: float) -> None:
         """It looks a chunk up.  The first time in a step counts what it has waited, and renews
         its claims."""
-        if request.asked_step == self._step:
+        if request.asked_step == self.step:
             return
         if request.is_pending:
             # Of a longer silence the rest is the engine's: it had nothing for this request.
             request.waited_s += min(now - request.asked_at, HOLD_S)
             request.is_pending = False
-        request.asked_at, request.asked_step = now, self._step
+        request.asked_at, request.asked_step = now, self.step
         self._leave_queue(request)
 
     def _is_there(self, request: Request, now: float) -> bool:
-        return (
-            request.asked_at >= now - HOLD_S or request.asked_step >= self._step - _HOLD_STEPS + 1
-        )
+        return request.asked_at >= now - HOLD_S or request.asked_step >= self.step - _HOLD_STEPS + 1
 
     # -- holds ----------------------------------------------------------------------------------
 
     def hold(self, key: RowKey, request: Request) -> None:
+        """Most requests load what they hold before anybody else asks for anything: who holds a
+        chunk is looked up from the chunk only when something may be evicted."""
         if key not in request.held:
+            if request is not self._latest:
+                self._register()
+                self._latest = request
             request.held.add(key)
-            self._holders.setdefault(key, set()).add(request)
+            self._fresh.append(key)
+
+    def _register(self) -> None:
+        """Enter what the latest holds into `_holders`."""
+        if self._fresh and self._latest is not None:
+            for key in self._fresh:
+                holders = self._holders.get(key)
+                if holders is None:
+                    self._holders[key] = {self._latest}
+                else:
+                    holders.add(self._latest)
+            self._fresh.clear()
 
     def settle(self, request: Request) -> None:
         """It has what it waited for, or gave it up: it holds nothing and waits for nothing."""
-        for key in request.held:
-            holders = self._holders[key]
-            holders.discard(request)
-            if not holders:
-                del self._holders[key]
+        if request is self._latest and len(self._fresh) == len(request.held):
+            self._fresh.clear()
+        elif request.held:
+            self._register()
+            for key in request.held:
+                holders = self._holders[key]
+                holders.discard(request)
+                if not holders:
+                    del self._holders[key]
         request.held.clear()
+        request.found.clear()
         request.is_pending = False
         self._leave_queue(request)
 
     def settle_all(self) -> None:
-        for request in self._requests.values():
+        for request in self.by_id.values():
             self.settle(request)
 
     def forget(self, keys: Iterable[RowKey]) -> None:
         """Chunks left the region: who held them holds them no more."""
-        for key in keys:
-            for holder in self._holders.pop(key, ()):
-                holder.held.discard(key)
+        self._register()
+        if self._holders:
+            for key in keys:
+                for holder in self._holders.pop(key, ()):
+                    holder.held.discard(key)
+                    holder.found.discard(key)
 
-    def is_held(self, key: RowKey, now: float, order: float = float("inf")) -> bool:
-        """Whether a request that arrived at `order` or before holds the chunk."""
-        return any(
-            holder.order <= order and self._is_there(holder, now)
-            for holder in self._holders.get(key, ())
-        )
+    def protection(
+        self, now: float, order: float = float("inf")
+    ) -> Callable[[RowKey], bool] | None:
+        """Tells whether a request that arrived at `order` or before holds a chunk, for use at once;
+        None if nobody holds any."""
+        self._register()
+        if not self._holders:
+            return None
+        holders_of = self._holders.get
+
+        def is_held(key: RowKey) -> bool:
+            holders = holders_of(key)
+            return holders is not None and any(
+                holder.order <= order and self._is_there(holder, now) for holder in holders
+            )
+
+        return is_held
 
     @property
     def held_count(self) -> int:
         """Chunks that somebody holds: 0 when idle."""
+        self._register()
         return len(self._holders)
 
     # -- turns ----------------------------------------------------------------------------------

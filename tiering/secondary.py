@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from storage.service.client import FinishedJob
@@ -19,6 +19,7 @@ class SecondaryTier(Protocol):
     Results: every job is polled exactly once, with one outcome per key in the order given.  A
     failed write leaves no row behind; a failed read says so, and the key may be asked again.
     `clear` makes one outcome: OK once no row is left, also after a crash.
+    `touch` ignores keys that the tier has not.
     `in` is answered from memory and may be stale: the read then reports MISSING.
     """
 
@@ -38,7 +39,7 @@ class SecondaryTier(Protocol):
 
     def write(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int: ...
 
-    def touch(self, keys: Sequence[RowKey]) -> None: ...
+    def touch(self, keys: Iterable[RowKey]) -> None: ...
 
     def clear(self) -> int: ...
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
+from operator import itemgetter
 
 from storage.service.client import FinishedJob
 from storage.types import STORED, RowKey, RowOutcome
@@ -62,7 +64,8 @@ class TierTransfers:
         self.is_offering = True
         """False: nothing is written any more."""
         self._primary = primary
-        self._promoting: set[RowKey] = set()  # READING, for this tier's bytes
+        self.promoting: set[RowKey] = set()
+        """Chunks that are READING, for this tier's bytes."""
         self._reads: dict[int, list[RowKey]] = {}
         self._writes: dict[int, _Write] = {}
         self._hung_reads: dict[Place, int] = {}  # -> slot that is nobody's
@@ -88,10 +91,6 @@ class TierTransfers:
         del self._failed_reads[key]
         return True
 
-    def is_promoting(self, key: RowKey) -> bool:
-        """Whether a chunk that is READING comes from this tier."""
-        return key in self._promoting
-
     @property
     def read_jobs(self) -> int:
         return len(self._reads)
@@ -99,6 +98,10 @@ class TierTransfers:
     @property
     def write_jobs(self) -> int:
         return len(self._writes)
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._reads or self._writes)
 
     @property
     def backlog_count(self) -> int:
@@ -121,17 +124,16 @@ class TierTransfers:
 
     def begin_promotion(self, key: RowKey) -> None:
         """The chunk has a slot and is READING; `read` or `drop` follows."""
-        self._promoting.add(key)
+        self.promoting.add(key)
 
     def drop(self, keys: list[RowKey]) -> None:
         """These are not read after all."""
         self._primary.abandon(keys)
-        self._promoting.difference_update(keys)
+        self.promoting.difference_update(keys)
 
     def read(self, keys: list[RowKey], now: float) -> None:
         """Submit promotions that have begun."""
-        slots = [self._primary.slot(key) for key in keys]
-        self._reads[self.tier.read(keys, slots)] = keys
+        self._reads[self.tier.read(keys, self._primary.slots(keys))] = keys
         self.breaker.started(now)
 
     def offer(self, chunks: Iterable[RowKey], now: float) -> None:
@@ -157,18 +159,11 @@ class TierTransfers:
         granted, reason = self.gate.grant(
             len(self._backlog), now, takes_writes=self.tier.takes_writes
         )
-        job: list[RowKey] = []
-        job_offer = 0
-        for _ in range(granted):
-            key = next(iter(self._backlog))
-            offer = self._backlog.pop(key)
-            if job and offer != job_offer:
-                self._write(job, now)
-                job = []
-            job_offer = offer
-            job.append(key)
-        if job:
-            self._write(job, now)
+        batch = list(islice(self._backlog.items(), granted))
+        for key, _ in batch:
+            del self._backlog[key]
+        for _, of_one_offer in groupby(batch, itemgetter(1)):
+            self._write([key for key, _ in of_one_offer], now)
         return reason
 
     def _write(self, keys: list[RowKey], now: float) -> None:
@@ -178,6 +173,8 @@ class TierTransfers:
 
     def note_evicted(self, keys: Iterable[RowKey]) -> None:
         """Chunks left the region."""
+        if not self._offer_at and not self._backlog:
+            return
         for key in keys:
             self._offer_at.pop(key, None)
             if self._backlog.pop(key, None) is not None:
@@ -205,8 +202,12 @@ class TierTransfers:
         return failed
 
     def _finish_read(self, job: FinishedJob, keys: Sequence[RowKey], now: float) -> list[RowKey]:
+        self.promoting.difference_update(keys)
+        if job.outcomes.count(RowOutcome.OK) == len(keys):
+            self._primary.publish(keys)
+            self.breaker.finished(now, answered=len(keys), failed=0)
+            return []
         outcomes = list(zip(keys, job.outcomes, strict=True))
-        self._promoting.difference_update(keys)
         self._primary.publish(key for key, outcome in outcomes if outcome is RowOutcome.OK)
         failed = [key for key, outcome in outcomes if outcome is not RowOutcome.OK]
         for position, (key, outcome) in enumerate(outcomes):
@@ -226,22 +227,18 @@ class TierTransfers:
         return failed
 
     def _finish_write(self, job: FinishedJob, write: _Write, now: float) -> None:
-        stored = 0
+        stored = sum(job.outcomes.count(outcome) for outcome in STORED)
         refused: list[RowKey] = []
-        free: list[RowKey] = []
-        for position, (key, outcome) in enumerate(zip(write.keys, job.outcomes, strict=True)):
-            if outcome in STORED:
-                stored += 1
-                self._failed_reads.pop(key, None)
+        free = write.keys
+        if stored < len(write.keys):
+            free, refused = self._part_write(job, write, now)
+        else:
+            for key in write.keys:
                 del self._offer_at[key]
-            else:
-                self._offer_at[key] = now + _OFFER_AGAIN_S
-            if outcome is RowOutcome.HUNG:
-                self._hung_writes[job.job_id, position] = key
-                continue
-            free.append(key)
-            if outcome not in STORED:
-                refused.append(key)
+        if self._failed_reads:
+            for key, outcome in zip(write.keys, job.outcomes, strict=True):
+                if outcome in STORED:
+                    self._failed_reads.pop(key, None)
         self._primary.unpin(free)
         self.counters.writes_not_stored += len(write.keys) - stored
         self.gate.finished(
@@ -257,6 +254,26 @@ class TierTransfers:
             # The disk's fault and not theirs: they are offered again when it is back.
             self._offers += 1
             self._backlog.update(dict.fromkeys(refused, self._offers))
+
+    def _part_write(
+        self, job: FinishedJob, write: _Write, now: float
+    ) -> tuple[list[RowKey], list[RowKey]]:
+        """Of a write that did not store all: the chunks that are to be unpinned, and of these the
+        ones that the tier did not take."""
+        free: list[RowKey] = []
+        refused: list[RowKey] = []
+        for position, (key, outcome) in enumerate(zip(write.keys, job.outcomes, strict=True)):
+            if outcome in STORED:
+                del self._offer_at[key]
+            else:
+                self._offer_at[key] = now + _OFFER_AGAIN_S
+            if outcome is RowOutcome.HUNG:
+                self._hung_writes[job.job_id, position] = key
+                continue
+            free.append(key)
+            if outcome not in STORED:
+                refused.append(key)
+        return free, refused
 
     def _release(self, place: Place) -> None:
         """The tier has let go of the slot of a row that hung."""

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -110,6 +110,15 @@ def spawn_store_process(connection: socket.socket) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         env=environment,
     )
+
+
+_OUTCOMES = tuple(RowOutcome)  # by code
+
+
+def _decode_outcomes(codes: bytes) -> list[RowOutcome]:
+    if max(codes, default=0) >= len(_OUTCOMES):
+        raise ValueError(f"outcome {max(codes)}")
+    return [_OUTCOMES[code] for code in codes]
 
 
 class StoreClient:
@@ -285,10 +294,13 @@ class StoreClient:
         assert not self._jobs, "clear while rows move"
         return self._submit(Clear(self._next_job_id))
 
-    def touch(self, keys: Sequence[RowKey]) -> None:
-        """The chunks of one request, first to last, were used in the region.  Sent as `write`."""
-        if keys and self._ready and self._has_room():
-            self._put(Touch(list(keys)))
+    def touch(self, keys: Iterable[RowKey]) -> None:
+        """The chunks of one request, first to last, were used in the region.  Those that
+        the store has not are left out.  Sent as `write`."""
+        found = self._found
+        known: list[bytes] = [key for key in keys if key in found]
+        if known and self._ready and self._has_room():
+            self._put(Touch(known))
 
     def poll(self) -> list[FinishedJob]:
         """Jobs that ended since the last call; keeps the replica and the usage up to date."""
@@ -439,8 +451,10 @@ class StoreClient:
                 count = self._jobs.get(job_id) or self._given_up.get(job_id)
                 if count != len(outcomes):
                     raise ValueError(f"{len(outcomes)} outcomes of job {job_id}")
-                decoded = [RowOutcome(code) for code in outcomes]
-                hung = {i for i, o in enumerate(decoded) if o is RowOutcome.HUNG}
+                decoded = _decode_outcomes(outcomes)
+                hung = set()
+                if RowOutcome.HUNG in outcomes:
+                    hung = {i for i, o in enumerate(decoded) if o is RowOutcome.HUNG}
                 if self._given_up.pop(job_id, None) is not None:
                     self._release(job_id, sorted(self._hung[job_id] - hung))
                     return

@@ -56,7 +56,7 @@ class EventStream:
     @property
     def is_pending(self) -> bool:
         """Whether `take` has something to give."""
-        return any(announced.tier.change_count for announced in self._tiers)
+        return bool(self._tiers) and any(announced.tier.change_count for announced in self._tiers)
 
     def take(self) -> list[OffloadingEvent]:
         """The events of this step."""

@@ -8,7 +8,7 @@ from its key, so that a transfer from or into the wrong slot, or too early, is s
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -78,8 +78,8 @@ class SimulatedDisk:
         self._jobs.append(_Job(self._next, is_read, list(keys), list(slots), ends_at))
         return self._next
 
-    def touch(self, keys: Sequence[RowKey]) -> None:
-        assert all(key in self.rows for key in keys)
+    def touch(self, keys: Iterable[RowKey]) -> None:
+        """Nothing is ever evicted here."""
 
     def clear(self) -> int:
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from storage.service.client import FinishedJob
 from storage.types import RowKey, RowOutcome
@@ -56,8 +56,8 @@ class FakeTier:
         self.finish(job_id, RowOutcome.OK if self.can_clear else RowOutcome.FAILED)
         return job_id
 
-    def touch(self, names: Sequence[RowKey]) -> None:
-        self.touched += names
+    def touch(self, names: Iterable[RowKey]) -> None:
+        self.touched += [name for name in names if name in self.present]
 
     def poll(self) -> list[FinishedJob]:
         finished, self._finished = self._finished, []
