@@ -157,8 +157,12 @@ class Space:
     @property
     def is_degraded(self) -> bool:
         """Whether the disk takes no writes, or has failed `DEGRADED_AFTER` times in a row."""
-        takes_writes = self.state in (DiskState.GROWING, DiskState.FULL)
-        return not takes_writes or self.failures >= DEGRADED_AFTER
+        return not self.takes_writes or self.failures >= DEGRADED_AFTER
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether the disk has taken what was written last."""
+        return self.state in (DiskState.GROWING, DiskState.FULL)
 
     def may_grow(self) -> bool:
         """Whether growing is worth a try now: not on a full disk until its next probe.
@@ -169,11 +173,11 @@ class Space:
 
     def is_writable(self) -> bool:
         """What `may_write` would say, without spending the probe."""
-        return self.state in (DiskState.GROWING, DiskState.FULL) or self.now() >= self._probe_at
+        return self.takes_writes or self.now() >= self._probe_at
 
     def may_write(self) -> bool:
         """Whether a write may be tried: always, but read-only or suspended only as a probe."""
-        if self.state in (DiskState.GROWING, DiskState.FULL):
+        if self.takes_writes:
             return True
         if self.now() < self._probe_at:
             return False

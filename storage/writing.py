@@ -378,6 +378,9 @@ class RowWriter:
                 self._counters.rows_written += 1
                 self._counters.bytes_written += self._row_bytes
             elif outcome is RowOutcome.DECLINED:
-                self._counters.declined_full += 1
+                if self._owner.space.takes_writes:
+                    self._counters.declined_full += 1
+                else:  # it said so when it was to grow
+                    self._counters.declined_disk += 1
             else:
                 self._counters.writes_failed += 1

@@ -218,6 +218,18 @@ def test_a_disk_that_takes_no_writes_still_reads_and_is_seldom_asked(
     harness.check({*KEYS[:6], *KEYS[20:22]})
 
 
+@pytest.mark.parametrize(
+    ("code", "disk", "full"), [(errno.EROFS, 3, 0), (errno.EIO, 3, 0), (errno.ENOSPC, 0, 3)]
+)
+def test_rows_for_which_nothing_could_be_made_are_counted_by_why(
+    harness: FaultyHarness, code: int, disk: int, full: int
+) -> None:
+    harness.faulty.add(Raise(code), "allocate")
+    assert harness.write(KEYS[:3]) == [DECLINED] * 3
+    counted = harness.rows.count()
+    assert (counted.declined_disk, counted.declined_full) == (disk, full)
+
+
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EIO, errno.ENOSPC])
 def test_a_store_that_never_could_grow_recovers(memory_path: Path, code: int) -> None:
     harness = FaultyHarness(memory_path / "root")
