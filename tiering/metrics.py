@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from storage.service.messages import Usage
+from storage.service.messages import RootUsage, Usage
 from storage.space import DiskState, Limit
 from tiering.config import DISK_TIER
 from tiering.manager import TieringManager
@@ -267,6 +267,11 @@ def collect_store(store: StoreFigures, tier: str = DISK_TIER) -> Iterator[Sample
     for limit in Limit:
         if limit is not Limit.NONE:
             yield Sample(DISK_LIMIT, (tier, limit.value), float(usage.limit == limit.value))
+
+
+_STORE = StoreFigures(Usage(roots={"": RootUsage(0, 0, "")}), True, 0)
+OF_STORE = tuple(dict.fromkeys(sample.metric for sample in collect_store(_STORE)))
+"""What `collect_store` yields."""
 
 
 class Increments:

@@ -344,3 +344,17 @@ def remove_dead_regions(directory: Path = SHARED_MEMORY) -> int:
         log.info("removed %s, left by an engine that was killed", path)
         count += 1
     return count
+
+
+def is_mapping_of(address: int, fd: int) -> bool:
+    """Whether the start of the file `fd` is mapped at `address` in this process."""
+    file = os.fstat(fd)
+    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            span, _, offset, of_device, inode, *_ = line.split(maxsplit=5)
+            start, stop = (int(part, 16) for part in span.split("-"))
+            if start <= address < stop:
+                is_file = (of_device, int(inode)) == (device, file.st_ino)
+                return is_file and address - start + int(offset, 16) == 0
+    return False

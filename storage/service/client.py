@@ -207,6 +207,12 @@ class StoreClient:
         self._reap()
         os.close(self._rows.fd)
 
+    def abort(self) -> None:
+        """Kill a store process that does not answer.  As after any death of it, its jobs are
+        reported as failed once it is gone."""
+        if self._process is not None:
+            self._process.kill()
+
     def _hang_up(self, deadline: float) -> None:
         """Say what is left to say, and hear what the store says until it hangs up too."""
         is_shut = False

@@ -37,6 +37,7 @@ OUR_CLASSES = (
     ("tiering.vllm.spec", "KvtierSpec"),
     ("tiering.vllm.manager", "VllmManager"),
     ("tiering.vllm.selective", "SelectiveManager"),
+    ("tiering.vllm.tier", "DiskTierManager"),
 )
 OUR_WORKERS = "tiering.vllm.worker"
 

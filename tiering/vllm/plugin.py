@@ -10,8 +10,11 @@ from typing import Any
 
 from storage.errors import ConfigError
 from tiering.config import Config, refuse_shared_root
+from tiering.tier_config import DISK_TIER, check_tiers
 
 log = logging.getLogger("kvtier.vllm")
+
+_EXTRA = "kv_connector_extra_config"
 
 # With one of these, some engines of `--data-parallel-size` may be elsewhere.
 _SEVERAL_NODES = (
@@ -22,8 +25,8 @@ _SEVERAL_NODES = (
 
 
 def register() -> None:
-    """Refuse bad settings, make our log lines look like vLLM's, and name our connector, so that no
-    module path is needed."""
+    """Refuse bad settings, make our log lines look like vLLM's, and name our connector and our
+    tier, so that no module path is needed."""
     try:
         check_command_line(sys.argv)
     except ConfigError as exc:
@@ -36,6 +39,10 @@ def register() -> None:
         KVConnectorFactory.register_connector(
             "KvtierConnector", "tiering.vllm.connector", "KvtierConnector"
         )
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    if DISK_TIER not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(DISK_TIER, "tiering.vllm.tier", "DiskTierManager")
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
@@ -48,10 +55,15 @@ def check_command_line(arguments: Sequence[str]) -> None:
             config: Any = json.loads(value)
         except ValueError:
             continue
-        if isinstance(config, dict) and config.get("kv_connector") == "KvtierConnector":
-            raw = config.get("kv_connector_extra_config") or {}
+        if not isinstance(config, dict):
+            continue
+        raw = config.get("kv_connector_extra_config") or {}
+        if config.get("kv_connector") == "KvtierConnector":
             Config.parse(raw)
             refuse_shared_root(raw, _engines_of_this_node(arguments))
+        elif isinstance(raw, dict) and isinstance(raw.get("secondary_tiers"), list):
+            engines = _engines_of_this_node(arguments)
+            check_tiers(raw["secondary_tiers"], f"{_EXTRA}.secondary_tiers", engines=engines)
 
 
 def _engines_of_this_node(arguments: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ import pytest
 
 from storage.errors import ConfigError
 from tiering.config import Config, DiskSettings, refuse_shared_root
+from tiering.tier_config import check_tiers
 from tiering.vllm.plugin import check_command_line
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,6 +37,39 @@ def test_good_settings() -> None:
 
 def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
     return {**GOOD, "disk": {**GOOD["disk"], **(disk or {})}, **top}
+
+
+FS = {"type": "fs", "root_dir": "/fs"}
+TIER = {"type": "disk", "root": "/a", "budget": "1GB", "backpressure": {}}
+
+
+def test_our_tier_among_an_engines_own() -> None:
+    options = check_tiers([FS, {**TIER, "io_threads": 3}], "tiers")
+    assert options is not None
+    assert (options.root, options.io_threads) == (Path("/a"), 3)
+    assert check_tiers([FS, "what vLLM makes of this is its affair"], "tiers") is None
+    assert check_tiers([], "tiers") is None
+    replicas = [{**TIER, "root": "/a/{dp_rank}"}]
+    second = check_tiers(replicas, "tiers", 1, engines=2)
+    assert second is not None
+    assert second.root == Path("/a/1")
+    with pytest.raises(ConfigError, match=r"^tiers\[0\].root: .* 2 data-parallel engines"):
+        check_tiers([TIER], "tiers", engines=2)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "text"),
+    [
+        ([FS, {**TIER, "budget": "10XB"}], r"^tiers\[1\].budget: .*, got '10XB'$"),
+        ([{**TIER, "buget": 1}], r"^tiers\[0\].buget: .*did you mean 'budget'\?\), got 1$"),
+        ([{**TIER, "io_threads": "8"}], r"^tiers\[0\].io_threads: expected int, got '8'$"),
+        ([{"type": "disk"}], r"^tiers\[0\].root: expected a value, got None$"),
+        ([TIER, FS, TIER], r"^tiers\[2\].type: expected one 'disk', .*`roots`, got 'another'$"),
+    ],
+)
+def test_bad_settings_of_our_tier_are_refused_by_place(tiers: list[Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_tiers(tiers, "tiers")
 
 
 def _roots(*roots: tuple[str, str]) -> dict[str, Any]:
@@ -151,8 +185,12 @@ def test_unknown_settings_are_refused_by_name(raw: dict[str, Any], text: str) ->
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "deployments").glob("*.json")))
 def test_presets_are_valid(path: Path) -> None:
     preset = json.loads(path.read_text())
-    assert preset["kv_connector"] == "KvtierConnector"
-    Config.parse(preset["kv_connector_extra_config"])
+    settings = preset["kv_connector_extra_config"]
+    if preset["kv_connector"] == "KvtierConnector":
+        Config.parse(settings)
+    else:
+        assert preset["kv_connector"] == "OffloadingConnector"
+        assert check_tiers(settings["secondary_tiers"], "secondary_tiers") is not None
 
 
 def test_the_readme_shows_every_setting_of_the_disk() -> None:
