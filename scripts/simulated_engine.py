@@ -246,7 +246,7 @@ class SimulatedEngine:
                     self.region.row_count,
                 )
                 name = identity or identity_of(shape)
-                facts = row_facts(shape.layout, [_TOKENS_PER_BLOCK])
+                facts = row_facts(shape.layout, {0: _TOKENS_PER_BLOCK})
                 self.client = StoreClient(store, name, rows, facts=facts)
                 self.client.connect(RANK_TIMEOUT_S)
         except BaseException:

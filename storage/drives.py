@@ -21,7 +21,7 @@ from storage.errors import DeviceError, RootUnusable
 from storage.facts import RowFacts
 from storage.header import SegmentGeometry
 from storage.jobs import JobResult, RowCounters, wait
-from storage.namespace import Identity
+from storage.namespace import Identity, WantedRows
 from storage.options import StoreOptions
 from storage.rowstore import RowStore
 from storage.space import DiskState
@@ -101,18 +101,22 @@ class DriveStore:
     def open_rows(
         self, identity: Identity, row_bytes: int, facts: RowFacts | None = None
     ) -> DriveRows:
-        """As `DiskStore.open_rows`; a drive that can't open the namespace is left out."""
-        drives = []
+        """`open_all` of one namespace."""
+        return self.open_all([WantedRows(identity, row_bytes, facts)])[0]
+
+    def open_all(self, wanted: Sequence[WantedRows]) -> list[DriveRows]:
+        """As `DiskStore.open_all`; a drive that can't open the namespaces is left out."""
+        opened = []
         reason: RootUnusable | None = None
         for store in self.stores:
             try:
-                drives.append(Drive(store, store.open_rows(identity, row_bytes, facts)))
+                opened.append([Drive(store, rows) for rows in store.open_all(wanted)])
             except RootUnusable as exc:
                 log.warning("going on without %s: %s", store.root, exc)
                 reason = exc
-        if not drives:
+        if not opened:
             raise reason or RootUnusable("roots: expected at least one")
-        return DriveRows(drives)
+        return [DriveRows(drives) for drives in zip(*opened, strict=True)]
 
     @property
     def direct(self) -> bool:
@@ -246,7 +250,7 @@ class DriveRows:
             groups.setdefault(self._find(key) or 0, []).append(position)
         self.touch(keys)
 
-        def run(number: int, gather: _Gather) -> None:
+        def run(number: int, gather: Gather) -> None:
             positions = groups[number]
             self._drives[number].rows.submit_read(
                 [keys[p] for p in positions],
@@ -267,7 +271,7 @@ class DriveRows:
         """As `RowStore.submit_write`."""
         groups = self._place(keys)
 
-        def run(number: int, gather: _Gather) -> None:
+        def run(number: int, gather: Gather) -> None:
             positions = groups[number]
             mine = [keys[p] for p in positions]
             take = gather.taker(positions)
@@ -310,7 +314,7 @@ class DriveRows:
         keys: Sequence[RowKey],
         buffers: Sequence[memoryview],
         groups: dict[int, list[int]],
-        run: Callable[[int, _Gather], None],
+        run: Callable[[int, Gather], None],
         on_done: Callable[[JobResult], None],
         on_release: Callable[[list[int]], None],
     ) -> None:
@@ -324,7 +328,7 @@ class DriveRows:
             self.touch(keys)  # in the order of the whole job, whichever drive was quicker
             on_done(result)
 
-        gather = _Gather(len(keys), len(groups), report, on_release)
+        gather = Gather(len(keys), len(groups), report, on_release)
         for number in groups:
             run(number, gather)
 
@@ -365,8 +369,8 @@ def _choose(room: dict[int, int], cold: dict[int, list[int]]) -> int:
     return number
 
 
-class _Gather:
-    """Results of a job's parts on several drives, put together in the order of its keys."""
+class Gather:
+    """Results of a job's parts in several places, put together in the order of its keys."""
 
     def __init__(
         self,

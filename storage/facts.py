@@ -23,6 +23,11 @@ class RowFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a row would weigh with every rank's pages in it."""
     model_name: str = ""
     """What people call the model, where the identity only says what kind it is."""
+    groups: tuple[int, ...] = ()
+    """The KV-cache groups whose rows stand here, where others of the engine are of another size
+    and stand in a namespace of their own."""
+    largest_row_bytes: int = 0
+    """Then, of the engine's largest row: what each of them would weigh if all were as large."""
 
 
 def facts_of(attributes: dict[str, Any]) -> RowFacts | None:

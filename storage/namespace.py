@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -71,6 +71,14 @@ class Identity:
         """`<model>-<fingerprint>`: safe as a file name whatever the model is called."""
         readable = re.sub(r"[^A-Za-z0-9._]+", "-", self.model).strip("-.")[-60:].lstrip("-.")
         return f"{readable or 'model'}-{self.fingerprint}"
+
+
+class WantedRows(NamedTuple):
+    """A namespace to open; `facts` replace those that it has."""
+
+    identity: Identity
+    row_bytes: int
+    facts: RowFacts | None = None
 
 
 _NAMESPACE_DIRECTORY = re.compile(r".+-[0-9a-f]{32}")

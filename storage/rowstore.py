@@ -69,6 +69,8 @@ class RowStore:
         self.geometry = geometry
         self.directory = directory
         self.counters = RowCounters()
+        self.engine = ""
+        """As in `Holding`; set by `DiskStore` before anybody has the rows."""
         self._owner = owner
         self.pool = SegmentPool(owner, directory, identity, geometry, codec, is_new=is_new)
         self._codec = codec
@@ -189,7 +191,7 @@ class RowStore:
         """What the namespace has of the budget, under the lock."""
         numbers = self.pool.numbers
         charged = sum(charge_of(self.pool[number].geometry) for number in numbers)
-        return Holding(charged, len(numbers), self._catalog.coldest_use())
+        return Holding(charged, len(numbers), self._catalog.coldest_use(), self.engine)
 
     @property
     def segment_numbers(self) -> list[SegmentId]:

@@ -7,7 +7,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from storage.namespace import (
     METADATA,
     ROWS,
     Identity,
+    WantedRows,
     facts_in,
     is_namespace_directory,
     namespace_metadata,
@@ -45,7 +46,7 @@ from storage.root import (
 from storage.rowstore import RowStore
 from storage.scrubber import Scrubber
 from storage.segment import Segment, segment_path
-from storage.sharing import choose_donor
+from storage.sharing import choose_donor, coldness
 from storage.sizes import format_size
 from storage.space import (
     NAMESPACE_OVERHEAD_BYTES,
@@ -173,12 +174,40 @@ class DiskStore:
     def open_rows(
         self, identity: Identity, row_bytes: int, facts: RowFacts | None = None
     ) -> RowStore:
-        """The rows of one namespace, made if it is new.  `facts` replace those that it has.
+        """`open_all` of one namespace."""
+        return self.open_all([WantedRows(identity, row_bytes, facts)])[0]
 
-        The codec of the options becomes part of the identity.  Raises `ConfigError` if the budget
-        can't hold one segment of such rows or the codec can't encode them, `LayoutMismatch` if the
+    def open_all(self, wanted: Sequence[WantedRows]) -> list[RowStore]:
+        """The rows of namespaces that one engine uses together, each made if it is new.
+
+        The codec of the options becomes part of each identity.  Raises `ConfigError` if the budget
+        can't hold one segment of each or the codec can't encode such rows, `LayoutMismatch` if a
         namespace exists with another row, `RootUnusable` if its files can't be used.
         """
+        wanted = [self._checked(one) for one in wanted]
+        names = [one.identity.directory for one in wanted]
+        assert len({*names, *self._stores}) == len(names) + len(self._stores), f"open: {names}"
+        with self.lock:
+            stale = {name: self._stale.pop(name, None) for name in names}
+        opened: list[RowStore] = []
+        try:
+            for name, one in zip(names, wanted, strict=True):
+                share = self.options.budget_bytes // len(wanted)
+                least = sum(_least_bytes(rows.pool.classes[-1]) for rows in opened)
+                opened.append(self._open_rows(one, stale[name], share, least))
+                opened[-1].engine = names[0] if len(names) > 1 else ""
+            self._meet_budget(opened)
+        except BaseException:
+            with self.lock:
+                self._stale |= {name: found for name, found in stale.items() if found is not None}
+            raise
+        with self.lock:
+            self._stores |= zip(names, opened, strict=True)
+        return opened
+
+    def _checked(self, wanted: WantedRows) -> WantedRows:
+        """`wanted` with the codec of the options in its identity.  Raises `ConfigError`."""
+        row_bytes = wanted.row_bytes
         if row_bytes <= 0 or row_bytes % PAGE_BYTES:
             raise ValueError(f"row_bytes: expected a multiple of {PAGE_BYTES}, got {row_bytes}")
         per_day = self.options.write_bytes_per_day
@@ -188,27 +217,13 @@ class DiskStore:
                 f"at least {WriteBudget.least(row_bytes)}, for rows of {row_bytes} bytes",
                 per_day,
             )
-        identity = replace(identity, codec=self.options.codec)
+        identity = replace(wanted.identity, codec=self.options.codec)
         if identity.row_codec is not None and row_bytes > ROW_BYTES_MAX:
             raise ConfigError(
                 "codec", f'"{NO_CODEC}" for rows of {row_bytes} bytes', self.options.codec
             )
         self._tell_of_other_codecs(identity)
-        name = identity.directory
-        assert name not in self._stores, f"namespace {name} is open already"
-        with self.lock:
-            stale = self._stale.pop(name, None)
-        try:
-            rows = self._open_rows(identity, row_bytes, facts, stale)
-            self._meet_budget(rows)
-        except BaseException:
-            if stale is not None:
-                with self.lock:
-                    self._stale[name] = stale
-            raise
-        with self.lock:
-            self._stores[name] = rows
-        return rows
+        return wanted._replace(identity=identity)
 
     def _tell_of_other_codecs(self, identity: Identity) -> None:
         for codec in CODEC_NAMES:
@@ -223,15 +238,16 @@ class DiskStore:
                 )
 
     def _open_rows(
-        self,
-        identity: Identity,
-        row_bytes: int,
-        facts: RowFacts | None,
-        stale: StaleNamespace | None,
+        self, wanted: WantedRows, stale: StaleNamespace | None, share_bytes: int, others_bytes: int
     ) -> RowStore:
+        """A new namespace chooses its segments for a budget of `share_bytes`; beside it the least
+        of others, `others_bytes`, must fit."""
+        identity, row_bytes, facts = wanted
         directory = self.root / identity.directory / ROWS
         codec = identity.row_codec
-        geometry, segment_count = self._read_geometry(directory, row_bytes, codec, stale)
+        geometry, segment_count = self._read_geometry(
+            directory, row_bytes, codec, stale, share_bytes
+        )
         row_codec, largest = None, geometry
         if codec is not None:
             classes = geometry.size_classes()
@@ -239,7 +255,7 @@ class DiskStore:
                 RowCodec(codec, classes, always=self.options.codec_always),
                 classes[-1],
             )
-        self._check_one_segment_fits(largest)
+        self._check_one_segment_fits(largest, others_bytes)
         self._reserve_quarantine(largest.stride)
         rows = RowStore(self, directory, identity, geometry, row_codec, is_new=stale is None)
         rows.pool.metadata_was_read(segment_count)
@@ -270,10 +286,15 @@ class DiskStore:
         return None
 
     def _read_geometry(
-        self, directory: Path, row_bytes: int, codec: Codec | None, stale: StaleNamespace | None
+        self,
+        directory: Path,
+        row_bytes: int,
+        codec: Codec | None,
+        stale: StaleNamespace | None,
+        share_bytes: int,
     ) -> tuple[SegmentGeometry, int]:
         """(geometry without a codec, segment count) of a namespace: what its array says, or the
-        size of its segments if that is lost, or as chosen for a new one."""
+        size of its segments if that is lost, or as chosen for a new one of `share_bytes`."""
         metadata = directory / METADATA
         try:
             raw = self.device.read_file(metadata)
@@ -293,7 +314,7 @@ class DiskStore:
                 found = SegmentGeometry.of_segment(row_bytes, size, is_coded=codec is not None)
                 if found is not None:
                     return found, 0
-        return self._choose_geometry(row_bytes), 0
+        return self._choose_geometry(row_bytes, share_bytes), 0
 
     def _open_segments(
         self, rows: RowStore, codec: RowCodec | None, stale: StaleNamespace
@@ -338,15 +359,15 @@ class DiskStore:
                     self.space.release(-missing)
         return segments
 
-    def _choose_geometry(self, row_bytes: int) -> SegmentGeometry:
-        budget = self.options.budget_bytes
-        geometry = SegmentGeometry.choose(row_bytes, budget, self.options.segment_bytes)
-        if _least_budget(geometry) > budget:
+    def _choose_geometry(self, row_bytes: int, share_bytes: int) -> SegmentGeometry:
+        geometry = SegmentGeometry.choose(row_bytes, share_bytes, self.options.segment_bytes)
+        if _least_bytes(geometry) + ROOT_OVERHEAD_BYTES > share_bytes:
             geometry = SegmentGeometry(row_bytes, 1)
         return geometry
 
-    def _check_one_segment_fits(self, geometry: SegmentGeometry) -> None:
-        least = _least_budget(geometry) + self.quarantine.most_bytes(geometry.stride)
+    def _check_one_segment_fits(self, geometry: SegmentGeometry, others_bytes: int) -> None:
+        least = _least_bytes(geometry) + others_bytes + ROOT_OVERHEAD_BYTES
+        least += self.quarantine.most_bytes(geometry.stride)
         if self.options.budget_bytes < least:
             raise ConfigError(
                 "budget",
@@ -446,7 +467,11 @@ class DiskStore:
         others = [rows for rows in stores if rows is not asking]
         holdings = [rows.holding() for rows in others]
         chosen = choose_donor(
-            asking.holding(), asker.charge_bytes, holdings, self.space.budget_bytes
+            asking.holding(),
+            asker.charge_bytes,
+            holdings,
+            self.space.budget_bytes,
+            self.next_use(),
         )
         return None if chosen is None else others[chosen]
 
@@ -488,7 +513,7 @@ class DiskStore:
         log.info("gave back %s of stale namespace %s", what, stale.directory.name)
         return True
 
-    def _meet_budget(self, rows: RowStore) -> None:
+    def _meet_budget(self, opened: Sequence[RowStore]) -> None:
         """Shrink to a budget that was lowered: stale namespaces first, then the coldest rows."""
         over = self.space.charged_bytes - self.space.budget_bytes
         if over <= 0:
@@ -502,27 +527,36 @@ class DiskStore:
         )
         while self._shrink_stale() and self.space.charged_bytes > self.space.budget_bytes:
             pass
-        over = self.space.charged_bytes - self.space.budget_bytes
-        if over > 0:
-            numbers = rows.mover.choose(over)
+        before = [rows.count() for rows in opened]
+        while (over := self.space.charged_bytes - self.space.budget_bytes) > 0:
+            rows = self._coldest(opened)
+            numbers = rows.mover.choose(over if len(opened) == 1 else 1) if rows else []
+            if rows is None or not numbers:
+                break
             log.warning(
                 "giving back %d segments of %s: up to %d rows, the least recently used",
                 len(numbers),
                 rows.identity.directory,
                 len(numbers) * rows.geometry.slots_per_segment,
             )
-        before = rows.count()
-        while (over := self.space.charged_bytes - self.space.budget_bytes) > 0:
-            numbers = rows.mover.choose(over)
-            if not numbers:
-                break
             rows.mover.give_back(numbers)
-        now = rows.count()
+        now = [rows.count() for rows in opened]
         log.warning(
             "budget lowered: %d rows given up, %d moved",
-            now.rows_given_up - before.rows_given_up,
-            now.rows_moved - before.rows_moved,
+            sum(n.rows_given_up - b.rows_given_up for n, b in zip(now, before, strict=True)),
+            sum(n.rows_moved - b.rows_moved for n, b in zip(now, before, strict=True)),
         )
+
+    def _coldest(self, opened: Sequence[RowStore]) -> RowStore | None:
+        """Which of these has the row that was used longest ago, of those with more than one segment
+        if there are any; None if none has one."""
+        with self.lock:
+            holdings = [(rows.holding(), rows) for rows in opened]
+        most = min(2, max(holding.segments for holding, _ in holdings))
+        if most == 0:
+            return None
+        candidates = [pair for pair in holdings if pair[0].segments >= most]
+        return min(candidates, key=lambda pair: coldness(pair[0]))[1]
 
     def _charge_what_is_there(self) -> None:
         """Charge all files under the root, and note every namespace as stale until it is opened."""
@@ -686,7 +720,6 @@ def rows_that_fit(options: StoreOptions, row_bytes: int) -> int:
     return max(0, segments) * geometry.slots_per_segment
 
 
-def _least_budget(geometry: SegmentGeometry) -> int:
-    """Of a root that holds one such segment."""
-    overhead = SEGMENT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES + ROOT_OVERHEAD_BYTES
-    return geometry.segment_bytes + overhead
+def _least_bytes(geometry: SegmentGeometry) -> int:
+    """What a namespace of one such segment takes of the budget."""
+    return geometry.segment_bytes + SEGMENT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES

@@ -132,8 +132,10 @@ STORE_RESTARTS = _counter(
 )
 REGION_SLOTS = _gauge("region_slots", "Slots of the region.", "use")
 REGION_PINS = _gauge("region_pins", "Loads and writes under way, counted once per chunk of each.")
-ROW_BYTES = _gauge("row_bytes", "Bytes of one row, as stored and without dedup.", "dedup")
-DEDUP_RATIO = _gauge("dedup_ratio", "Bytes of one row without dedup by those that are stored.")
+ROW_BYTES = _gauge("row_bytes", "Bytes of the largest row, as stored and without dedup.", "dedup")
+DEDUP_RATIO = _gauge(
+    "dedup_ratio", "Bytes of the largest row without dedup by those that are stored."
+)
 REPLICATION_INFO = _gauge(
     "replication_info",
     "1; the labels say which copies the ranks share, and why some are not.",

@@ -1,10 +1,10 @@
 """The region: one shared mapping per engine, rows in `/dev/shm`.  The only room that touches it.
 
-The file begins with a header page and the row layout as JSON; rows follow, 4 KiB-aligned, so that
-O_DIRECT moves them without a copy.  Rank 0's worker creates the region; the other ranks and the
-scheduler only ever attach, and take the layout from it or compare theirs with it.  The scheduler
-comes last: once every rank is there it drops the file's name, and from then on the memory goes
-when the last process goes, however that ends.
+The file begins with a header page and the row layout as JSON; slots of the largest row's size
+follow, 4 KiB-aligned, so that O_DIRECT moves rows without a copy.  Rank 0's worker creates the
+region; the other ranks and the scheduler only ever attach, and take the layout from it or compare
+theirs with it.  The scheduler comes last: once every rank is there it drops the file's name, and
+from then on the memory goes when the last process goes, however that ends.
 
 Ranks that have layers of their own (a pipeline) each announce them first, in a file that rank 0
 reads and removes (`announce_layers`, `collect_layers`).
@@ -23,7 +23,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,8 +31,7 @@ import msgspec
 from storage.errors import LayoutMismatch, StorageError
 from storage.sizes import format_size
 from storage.types import PAGE_BYTES, round_up
-from tiering.rows import RowLayout, rows_differ
-from tiering.topology import LayerFacts
+from tiering.rows import GroupLayer, RowLayout, rows_differ
 
 log = logging.getLogger("kvtier.region")
 
@@ -208,11 +207,12 @@ def _layers_path(engine_id: str, rank: int, directory: Path) -> Path:
 def announce_layers(
     engine_id: str,
     rank: int,
-    layers: Sequence[LayerFacts],
+    groups: Mapping[int, Sequence[GroupLayer]],
     *,
     directory: Path = SHARED_MEMORY,
 ) -> Iterator[None]:
-    """Tell rank 0 which layers `rank` has, for as long as it takes to attach to its region.
+    """Tell rank 0 which layers `rank` has in each KV-cache group, by the group's number, for as
+    long as it takes to attach to its region.
 
     Raises `RegionError` if another engine of that name announces too.
     """
@@ -220,7 +220,7 @@ def announce_layers(
     path = _layers_path(engine_id, rank, directory)
     fd = _create_locked(path)
     try:
-        encoded = msgspec.json.encode(list(layers))
+        encoded = msgspec.json.encode(groups)
         os.pwrite(fd, encoded, PAGE_BYTES)
         os.pwrite(fd, _HEAD.pack(_MAGIC, _MADE, len(encoded), 0, 0, 0), 0)
         yield
@@ -235,8 +235,11 @@ def collect_layers(
     *,
     directory: Path = SHARED_MEMORY,
     timeout_s: float = ATTACH_TIMEOUT_S,
-) -> dict[int, list[LayerFacts]]:
-    """What `ranks` announced, waiting for them.  Raises `RegionError` naming one that did not."""
+) -> dict[int, dict[int, list[GroupLayer]]]:
+    """What each of `ranks` announced, waiting for them.
+
+    Raises `RegionError` naming one that did not.
+    """
     deadline = time.monotonic() + timeout_s
     found = {}
     for rank in ranks:
@@ -251,7 +254,7 @@ def collect_layers(
         try:
             size = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[2]
             encoded = os.pread(fd, size, PAGE_BYTES)
-            found[rank] = msgspec.json.decode(encoded, type=list[LayerFacts])
+            found[rank] = msgspec.json.decode(encoded, type=dict[int, list[GroupLayer]])
         finally:
             os.close(fd)
     return found

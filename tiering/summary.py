@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from storage.facts import RowFacts
 from storage.sizes import format_size
-from tiering.rows import RowLayout
+from storage.types import PAGE_BYTES, round_up
+from tiering.rows import RowKind, RowLayout
 
 
 def replicas_by_group(
@@ -24,14 +25,26 @@ def replicas_by_group(
     return found
 
 
-def row_facts(layout: RowLayout, tokens_per_block: Sequence[int], model_name: str = "") -> RowFacts:
-    """What reports on the store are told; `tokens_per_block` is given per KV-cache group."""
+def row_facts(
+    layout: RowLayout,
+    tokens_per_block: Mapping[int, int],
+    model_name: str = "",
+    kind: RowKind | None = None,
+) -> RowFacts:
+    """What reports on the store are told of rows of a `kind`, of all rows if there is only one;
+    `tokens_per_block` is given by the number of each KV-cache group."""
+    kinds = layout.kinds()
+    kind = kind or kinds[0]
+    is_one_of_several = len(kinds) > 1
+    numbers = range(max(tokens_per_block, default=-1) + 1)
     return RowFacts(
-        tokens_per_row=tuple(count * layout.blocks_per_chunk for count in tokens_per_block),
+        tokens_per_row=tuple(tokens_per_block.get(n, 0) * layout.blocks_per_chunk for n in numbers),
         ranks=layout.ranks,
         replicas=layout.kv_tp_replicas,
-        row_bytes_without_dedup=layout.row_bytes_without_dedup,
+        row_bytes_without_dedup=kind.row_bytes_without_dedup,
         model_name=model_name,
+        groups=kind.numbers if is_one_of_several else (),
+        largest_row_bytes=layout.row_bytes if is_one_of_several else 0,
     )
 
 
@@ -45,6 +58,7 @@ def dedup_line(layout: RowLayout, group_layers: Sequence[Sequence[str]]) -> str:
     saved = layout.row_bytes_without_dedup / layout.row_bytes
     parts = [
         f"row of {layout.row_bytes} bytes",
+        *_smaller(layout),
         f"{layout.row_bytes_without_dedup} without dedup ({saved:.2f}x)",
         f"{layout.ranks} rank(s)",
         f"{layout.blocks_per_chunk} block(s) per chunk",
@@ -61,16 +75,28 @@ def dedup_line(layout: RowLayout, group_layers: Sequence[Sequence[str]]) -> str:
     return "; ".join(parts)
 
 
+def _smaller(layout: RowLayout) -> Iterator[str]:
+    for kind in layout.kinds()[1:]:
+        numbers = ", ".join(map(str, kind.numbers))
+        yield f"{kind.row_bytes} on disk for group(s) {numbers}"
+
+
+def mean_row_bytes(layout: RowLayout) -> int:
+    """Of a row on disk, with one in every group, in whole pages."""
+    total = sum(group.row_bytes for group in layout.groups)
+    return round_up(-(-total // len(layout.groups)), PAGE_BYTES)
+
+
 def capacity_line(
-    layout: RowLayout, group_count: int, tokens_per_chunk: int, rows: Mapping[str, int]
+    group_count: int, tokens_per_chunk: int, tiers: Mapping[str, tuple[int, int]]
 ) -> str:
-    """What the tiers hold, `rows` by name of the tier.
+    """What the tiers hold: by name of the tier, how many rows, and bytes of each.
 
     Tokens are counted with a row in every group; a group that keeps less of a prompt, such as that
     of a sliding window, leaves room for more.
     """
     return "; ".join(
-        f"{tier} of {count} rows, {format_size(count * layout.row_bytes)}, "
+        f"{tier} of {count} rows, {format_size(count * row_bytes)}, "
         f"{count // group_count * tokens_per_chunk} tokens"
-        for tier, count in rows.items()
+        for tier, (count, row_bytes) in tiers.items()
     )

@@ -44,6 +44,7 @@ from storage.service.messages import (
     Refused,
     Released,
     Request,
+    SmallerRows,
     Touch,
     Usage,
     Withdrawn,
@@ -132,8 +133,10 @@ class StoreClient:
         spawn: Spawn = spawn_store_process,
         now: Callable[[], float] = time.monotonic,
         facts: RowFacts | None = None,
+        smaller: Sequence[SmallerRows] = (),
     ) -> None:
-        """`facts` are for those who look at the store; see `RowFacts`."""
+        """`facts` are for those who look at the store; see `RowFacts`.  KV-cache groups whose rows
+        are `smaller` than those of `rows` have namespaces of their own."""
         self.usage = Usage()
         """The latest figures, as sent with each finished job; counted over all store processes."""
         self.restarts = 0
@@ -141,6 +144,7 @@ class StoreClient:
         self._options = options
         self._identity = identity
         self._facts = facts
+        self._smaller = tuple(smaller)
         self._rows = replace(rows, fd=os.dup(rows.fd))
         self._spawn = spawn
         self._now = now
@@ -381,6 +385,7 @@ class StoreClient:
             row_count=self._rows.row_count,
             rows_offset=self._rows.rows_offset,
             facts=self._facts,
+            smaller=self._smaller,
         )
         frame = messages.encode_frame([attach])
         ours.setblocking(False)

@@ -19,9 +19,19 @@ from storage.facts import RowFacts
 from storage.options import StoreOptions
 from storage.types import RowKey
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 FRAME_HEAD = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20  # far above what a batch of jobs takes; more is a stranger talking
+
+
+class SmallerRows(msgspec.Struct, frozen=True):
+    """Rows of the KV-cache `groups`, by number, that are smaller than the largest; they stand at
+    the start of a slot."""
+
+    groups: tuple[int, ...]
+    identity: dict[str, Any]
+    row_bytes: int
+    facts: RowFacts | None = None
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
@@ -36,6 +46,8 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     row_count: int
     rows_offset: int
     facts: RowFacts | None = None
+    smaller: tuple[SmallerRows, ...] = ()
+    """Rows of groups that have namespaces of their own; all others are of `row_bytes`."""
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):

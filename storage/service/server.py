@@ -21,7 +21,8 @@ import msgspec
 
 from storage.drives import DriveRows, DriveStore, open_store
 from storage.errors import DeviceError, StorageError
-from storage.namespace import Identity
+from storage.kinds import KindRows
+from storage.namespace import Identity, WantedRows
 from storage.rowstore import JobResult, RowStore
 from storage.service import messages
 from storage.service.messages import (
@@ -100,13 +101,30 @@ class Session:
         self._attach = attach
         self.store = open_store(attach.options)
         try:
-            identity = Identity(attach.model, attach.identity, attach.element_bytes)
-            self.rows: RowStore | DriveRows = self.store.open_rows(
-                identity, attach.row_bytes, attach.facts
-            )
+            self.rows = self._open_rows()
         except BaseException:
             self.store.close()
             raise
+
+    def _open_rows(self) -> RowStore | DriveRows | KindRows:
+        attach = self._attach
+        kinds = [(attach.identity, attach.row_bytes, attach.facts)]
+        kinds += [(kind.identity, kind.row_bytes, kind.facts) for kind in attach.smaller]
+        for _, row_bytes, _ in kinds[1:]:
+            if row_bytes > attach.row_bytes:
+                raise ValueError(f"rows of {row_bytes} bytes: slots have {attach.row_bytes}")
+        opened: Sequence[RowStore | DriveRows] = self.store.open_all(
+            [
+                WantedRows(Identity(attach.model, fields, attach.element_bytes), row_bytes, facts)
+                for fields, row_bytes, facts in kinds
+            ]
+        )
+        if len(opened) == 1:
+            return opened[0]
+        smaller: dict[int, RowStore | DriveRows] = {}
+        for kind, rows in zip(attach.smaller, opened[1:], strict=True):
+            smaller |= dict.fromkeys(kind.groups, rows)
+        return KindRows(opened[0], smaller)
 
     def start(self) -> None:
         """Send the index, and from then on every change of it."""
@@ -180,8 +198,8 @@ class Session:
         self._outbox.put(figures_of(self.store, self.rows))
 
 
-def figures_of(store: DiskStore | DriveStore, rows: RowStore | DriveRows) -> Usage:
-    """The present figures of a root, or of several, and of one namespace."""
+def figures_of(store: DiskStore | DriveStore, rows: RowStore | DriveRows | KindRows) -> Usage:
+    """The present figures of a root, or of several, and of the rows of one engine."""
     roots = {
         root: RootUsage(of.budget_bytes, of.used_bytes, of.state)
         for root, of in store.usages().items()

@@ -27,7 +27,7 @@ from tests.integration.conftest import transfer_config
 from tiering.rows import RowLayout, row_identity
 from tiering.topology import LayerFacts, Parallelism
 from tiering.vllm import identity as identity_module
-from tiering.vllm.identity import display_name, identity
+from tiering.vllm.identity import display_name, identities
 from tiering.weights import CONTENT, SAMPLED
 
 KV_TRANSFER = transfer_config(Path("/nowhere"))
@@ -64,7 +64,8 @@ def identity_of(
     groups = [KVCacheGroupSpec(["layers.0", "layers.1"], spec)]
     kv_cache_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
     offloading = build_offloading_config(config, kv_cache_config)
-    return identity(config, offloading, layout or row_layout(), weights)
+    [identity] = identities(config, offloading, layout or row_layout(), weights)
+    return identity
 
 
 def row_layout(

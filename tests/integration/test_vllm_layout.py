@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_offload.base import (
@@ -38,8 +39,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import _build_copy_plan, _canonical_block_sizes
 
 from storage.errors import ConfigError
+from storage.types import round_up
 from tiering.region import Region
-from tiering.rows import RowLayout, row_identity
+from tiering.rows import GroupLayer, RowLayout, row_identity
 from tiering.summary import replicas_by_group
 from tiering.topology import (
     KvHeads,
@@ -48,7 +50,7 @@ from tiering.topology import (
     kv_tp_replicas,
     replicated_layout,
 )
-from tiering.vllm.facts import EngineFacts, parallelism, row_layers
+from tiering.vllm.facts import EngineFacts, group_layers, parallelism
 from tiering.vllm.identity import element_bytes
 from tiering.vllm.spec import _refuse_disk_without_region
 from tiering.vllm.worker import CpuWorker, RegionView, with_row_layout
@@ -164,80 +166,168 @@ def caches(pages: list[int], blocks: int, groups: list[list[int]]) -> CanonicalK
     )
 
 
-def test_packed_and_shared_tensors_are_replicated_only_if_all_their_layers_are() -> None:
+def packed_caches(block_bytes: int, groups: int) -> CanonicalKVCaches:
+    tensors = [CanonicalKVCacheTensor(torch.zeros((4, block_bytes), dtype=torch.int8), block_bytes)]
+    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(0, block_bytes)]] * groups)
+
+
+def test_layers_that_share_pages_are_replicated_only_if_they_are() -> None:
+    """Of two groups each by itself; of one that vLLM copies as whole blocks, all its layers."""
+    layers = {name: LayerFacts(name, 512, 1) for name in "abc"}
+    layers["b"] = LayerFacts("b", 512, None)
     parallel = Parallelism(tp=2, world_size=2)
-    layers = {"a": LayerFacts("a", 512, 1), "b": LayerFacts("b", 512, None)}
     shared = EngineFacts(parallel, layers, (("a",), ("b",)))
-    refs = [[CanonicalKVCacheRef(0, 512)], [CanonicalKVCacheRef(0, 512)]]
-    tensors = [CanonicalKVCacheTensor(torch.zeros((4, 512), dtype=torch.int8), 512)]
-    [merged] = row_layers(shared, CanonicalKVCaches(tensors, refs), 0)
-    assert merged.max_tp_shards is None
-    packed = EngineFacts(parallel, {**layers, "c": LayerFacts("c", 512, 1)}, (("a", "c"),))
-    big = [CanonicalKVCacheTensor(torch.zeros((4, 1024), dtype=torch.int8), 1024)]
-    [whole] = row_layers(packed, CanonicalKVCaches(big, [[CanonicalKVCacheRef(0, 1024)]]), 0)
-    assert (whole.page_bytes, whole.max_tp_shards) == (1024, 1)
+    found = group_layers(shared, packed_caches(512, 2), 0)
+    assert [group[0].facts.max_tp_shards for group in found.values()] == [1, None]
+    packed = EngineFacts(parallel, layers, (("a", "c"), ("a", "b")))
+    one, other = group_layers(packed, packed_caches(1024, 2), 0).values()
+    assert (one[0].facts.name, one[0].facts.page_bytes) == ("a c", 1024)
+    assert (one[0].facts.max_tp_shards, other[0].facts.max_tp_shards) == (1, None)
 
 
+def test_of_packed_blocks_each_group_stores_the_part_that_its_layers_take() -> None:
+    """As of DeepSeek-V4: all layers of a group side by side, blocks as wide as the widest group."""
+    layers = {name: LayerFacts(name, 512, 1) for name in "abc"} | {"d": LayerFacts("d", 640, 1)}
+    groups = (("a", "b", "c"), ("d",))
+    facts = EngineFacts(
+        Parallelism(), layers, groups, group_numbers=(0, 2), packed_bytes=(1536, 640)
+    )
+    kv_caches = packed_caches(1536, 2)
+    layout = row_layout(facts, kv_caches)
+    assert [layer.page_bytes for layer in layout.layers] == [1536, 640]
+    mapped = with_row_layout(kv_caches, layout, 0)
+    assert [tensor.page_size_bytes for tensor in mapped.tensors] == [1536, 640]
+    assert [group[0].page_size_bytes for group in mapped.group_data_refs] == [1536, 640]
+
+
+def test_blocks_that_do_not_hold_the_layers_that_vllm_would_copy_are_refused() -> None:
+    layers = {name: LayerFacts(name, 512, 1) for name in "ab"}
+    facts = EngineFacts(Parallelism(), layers, (("a", "b"),), packed_bytes=(4 * 512,))
+    with pytest.raises(ConfigError, match=r"VLLM_KV_CACHE_LAYOUT: expected .* 1024 bytes"):
+        group_layers(facts, packed_caches(1024, 1), 0)
+
+
+PAGES = [300, 256, 128, 192]
+FACTS = [
+    LayerFacts("mla", 300, 1),
+    LayerFacts("gqa", 256, 2),
+    LayerFacts("any", 128),
+    LayerFacts("heads", 192, heads=KvHeads(2, 6)),
+]
+WINDOW = {0: LayerFacts("window", 200, 1), 3: LayerFacts("window heads", 96, heads=KvHeads(2, 6))}
+"""Of a second group: two of the tensors, and less of each page."""
+
+
+def copy_layout(tp: int, blocks_per_chunk: int, groups: int) -> tuple[RowLayout, CanonicalKVCaches]:
+    own = {0: [GroupLayer(facts, i, PAGES[i]) for i, facts in enumerate(FACTS)]}
+    refs = [[CanonicalKVCacheRef(i, page) for i, page in enumerate(PAGES)]]
+    if groups == 2:
+        own[1] = [GroupLayer(facts, tensor, PAGES[tensor]) for tensor, facts in WINDOW.items()]
+        refs.append([CanonicalKVCacheRef(t, facts.page_bytes) for t, facts in WINDOW.items()])
+    layout = RowLayout.of_groups(own, Parallelism(tp=tp, world_size=tp), blocks_per_chunk)
+    kv_caches = caches(PAGES, 12, [[]])
+    return layout, CanonicalKVCaches(kv_caches.tensors, refs)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
 def test_vllms_copy_kernels_place_every_page_where_ours_do(
-    memory_path: Path, tp: int, blocks_per_chunk: int
+    memory_path: Path, tp: int, blocks_per_chunk: int, groups: int
 ) -> None:
-    """The CUDA path, without CUDA: vLLM's copy plans over `RegionView`, executed with numpy."""
-    pages = [300, 256, 128, 192]
-    facts = [LayerFacts("mla", 300, 1), LayerFacts("gqa", 256, 2), LayerFacts("any", 128)]
-    facts.append(LayerFacts("heads", 192, heads=KvHeads(2, 6)))
-    layout = RowLayout.of(facts, Parallelism(tp=tp, world_size=tp), blocks_per_chunk)
-    kv_caches = caches(pages, 12, [[0, 1, 2, 3]])
-    block_ids, slots = list(range(2 * blocks_per_chunk)), [3, 1]
-    images = []
-    for name, copy in (("ours", _store_with_ours), ("vllm", _store_with_vllms_plan)):
-        region = Region.create(name, layout, 5 * layout.row_bytes, directory=memory_path)
-        for rank in range(tp):
-            mine = Region.attach(name, rank=rank, directory=memory_path)
-            copy(mine, rank, kv_caches, block_ids, slots)
+    """The CUDA path, without CUDA: vLLM's copy plans over `RegionView`, executed with numpy; of
+    every group two chunks, stored by one and loaded by the other."""
+    images, loaded = [], []
+    for name, copy in (("ours", _copy_with_ours), ("vllm", _copy_with_vllms_plan)):
+        layout, kv_caches = copy_layout(tp, blocks_per_chunk, groups)
+        region = Region.create(name, layout, 6 * layout.row_bytes, directory=memory_path)
+        for group in range(groups):
+            block_ids, slots = list(range(2 * blocks_per_chunk)), [3 - group, 4 + group]
+            for rank in range(tp):
+                mine = Region.attach(name, rank=rank, directory=memory_path)
+                copy(mine, rank, kv_caches, group, block_ids, slots, is_store=True)
         images.append([bytes(region.row(slot)) for slot in range(region.row_count)])
+        loaded.append([])
+        for group in range(groups):
+            block_ids, slots = list(range(6, 6 + 2 * blocks_per_chunk)), [3 - group, 4 + group]
+            for rank in range(tp):
+                _, target = copy_layout(tp, blocks_per_chunk, groups)
+                mine = Region.attach(name, rank=rank, directory=memory_path)
+                copy(mine, rank, target, group, block_ids, slots, is_store=False)
+                loaded[-1].append([t.tensor.numpy().tobytes() for t in target.tensors])
         region.unlink()
         region.close()
     assert images[0] == images[1]
-    assert any(any(row) for row in images[0])
+    assert loaded[0] == loaded[1]
+    written = [3, 4] if groups == 1 else [3, 4, 2, 5]
+    assert [any(row) for row in images[0]] == [slot in written for slot in range(6)]
+    if groups == 2:
+        small = layout.groups[1].row_bytes
+        assert small < layout.row_bytes or layout.row_bytes == 4096
+        assert not any(images[0][5][small:])
 
 
-def _store_with_ours(
-    region: Region, rank: int, kv_caches: Any, block_ids: list[int], slots: list[int]
+def _spec_of_one_group(kv_caches: Any, group: int, block_ids: list[int]) -> GPULoadStoreSpec:
+    sizes = [0] * len(kv_caches.group_data_refs)
+    sizes[group] = len(block_ids)
+    return GPULoadStoreSpec(block_ids, sizes, [0] * len(sizes))
+
+
+def _copy_with_ours(
+    region: Region,
+    rank: int,
+    kv_caches: Any,
+    group: int,
+    block_ids: list[int],
+    slots: list[int],
+    *,
+    is_store: bool,
 ) -> None:
     worker = CpuWorker(region, rank, kv_caches)
-    source = GPULoadStoreSpec(block_ids, [len(block_ids)], [0])
-    assert worker.submit_store(1, source, CPULoadStoreSpec(slots))
+    device, rows = _spec_of_one_group(kv_caches, group, block_ids), CPULoadStoreSpec(slots)
+    if is_store:
+        assert worker.submit_store(1, device, rows)
+    else:
+        assert worker.submit_load(1, rows, device)
+    worker.wait({1})
     [result] = worker.get_finished()
     assert (result.job_id, result.success) == (1, True)
     worker.shutdown()
 
 
-def _store_with_vllms_plan(
-    region: Region, rank: int, kv_caches: Any, block_ids: list[int], slots: list[int]
+def _copy_with_vllms_plan(
+    region: Region,
+    rank: int,
+    kv_caches: Any,
+    group: int,
+    block_ids: list[int],
+    slots: list[int],
+    *,
+    is_store: bool,
 ) -> None:
     layout = region.layout
     mapped = with_row_layout(kv_caches, layout, rank)
     view = RegionView(region, rank)
     sizes = _canonical_block_sizes(mapped.group_data_refs, len(mapped.tensors))
-    targets = [view.create_next_canonical_view(s * layout.blocks_per_chunk) for s in sizes]
-    for ref in mapped.group_data_refs[0]:
-        plan = _build_copy_plan(ref, True)
+    rows = [view.create_next_canonical_view(s * layout.blocks_per_chunk) for s in sizes]
+    for ref in mapped.group_data_refs[group]:
+        plan = _build_copy_plan(ref, is_store)
+        pages = mapped.tensors[ref.tensor_idx]
+        # As `CPUOffloadingWorker` takes it.
+        device = pages.tensor.view(torch.int8).view((-1, pages.page_size_bytes))
         for position, block_id in enumerate(block_ids):
             slot = slots[position // layout.blocks_per_chunk]
             block = position % layout.blocks_per_chunk
-            if not ref.mapping.is_writer(slot * layout.blocks_per_chunk + block):
+            if is_store and not ref.mapping.is_writer(slot * layout.blocks_per_chunk + block):
                 continue
-            base = block * sizes[ref.tensor_idx]
+            row = rows[ref.tensor_idx][slot][block * sizes[ref.tensor_idx] :]
+            source, target = (device[block_id], row) if is_store else (row, device[block_id])
             for start, stop, size in zip(
                 plan.frag_offsets_src, plan.frag_offsets_dst, plan.frag_sizes, strict=True
             ):
-                source = mapped.tensors[ref.tensor_idx].tensor[block_id]
-                target = targets[ref.tensor_idx][slot]
-                at = base + int(stop)
-                target[at : at + int(size)] = source[int(start) : int(start) + int(size)]
-    targets.clear()
+                part = source[int(start) : int(start) + int(size)]
+                target[int(stop) : int(stop) + int(size)] = part
+    rows.clear()
     view.cleanup()
 
 
@@ -314,8 +404,12 @@ def rank_layout(
     layout = config.pop("layout", "LBNHC" if order.endswith("NHD") else "LBHNC")
     settings = vllm_config(tp, heads=heads, rank=rank, **config)
     facts, kv_caches = registered({"a": spec}, {"a": tensor}, settings, layout=layout)
-    layers = row_layers(facts, kv_caches, rank)
-    return RowLayout.of(layers, facts.parallel, 1, list(facts.layers.values())), kv_caches
+    return row_layout(facts, kv_caches, rank), kv_caches
+
+
+def row_layout(facts: EngineFacts, kv_caches: CanonicalKVCaches, rank: int = 0) -> RowLayout:
+    groups = group_layers(facts, kv_caches, rank)
+    return RowLayout.of_groups(groups, facts.parallel, 1, list(facts.layers.values()))
 
 
 ORDERS = ["packed NHD", "packed HND", "split NHD", "split HND"]
@@ -405,7 +499,7 @@ def test_an_mla_layer_that_says_nothing_is_not_replicated() -> None:
     specs = {"says": mla(head=8), "silent": mla(head=8, shards=None)}
     tensors = {name: torch.zeros((BLOCKS, 1, 16, 8)) for name in specs}
     facts, kv_caches = registered(specs, tensors, vllm_config(2, heads=1))
-    layout = RowLayout.of(row_layers(facts, kv_caches, 0), facts.parallel, 1)
+    layout = row_layout(facts, kv_caches)
     assert [layer.replicas for layer in layout.layers] == [2, 1]
 
 
@@ -430,19 +524,74 @@ def test_dedup_of_mixed_layers_in_several_groups_and_one_that_is_not_offloaded()
     }
     config = vllm_config(2, heads=128)
     facts, kv_caches = registered({}, tensors, config, groups)
-    layout = RowLayout.of(
-        row_layers(facts, kv_caches, 0), facts.parallel, 1, list(facts.layers.values())
-    )
+    layout = row_layout(facts, kv_caches)
     assert [(layer.name, layer.replicas) for layer in layout.layers] == [
         ("latent", 2),
         ("indexer", 2),
         ("draft", 1),
     ]
     assert layout.kv_tp_replicas == kv_cache_groups_tp_replicas(groups, 2) == 1
-    worker_bytes = latent.page_size_bytes + indexer.page_size_bytes
-    expected = worker_bytes + 2 * draft.page_size_bytes
-    assert layout.payload_bytes == expected
+    target, own = layout.groups
+    assert target.row_bytes == round_up(latent.page_size_bytes + indexer.page_size_bytes, 4096)
+    assert own.row_bytes == round_up(2 * draft.page_size_bytes, 4096)
     assert replicas_by_group(layout, facts.group_layers) == [{2: 2}, {1: 1}]
+
+
+def window(heads: int, padded: int | None = None) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=TOKENS,
+        num_kv_heads=heads,
+        head_size=HEAD,
+        dtype=torch.float32,
+        sliding_window=32,
+        page_size_padded=padded,
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_groups_that_take_turns_in_the_same_memory_have_rows_of_what_they_use(tp: int) -> None:
+    """As Gemma-3 has it: layers in groups of two, of one kind an odd number, so that a group is
+    left with one; heads are shared among ranks and keep their order in each."""
+    full = FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=4 // tp, head_size=HEAD, dtype=torch.float32
+    )
+    groups = [
+        KVCacheGroupSpec(["full0", "full1"], full),
+        KVCacheGroupSpec(["window0", "window1"], window(4 // tp)),
+        KVCacheGroupSpec(["window2"], window(4 // tp)),
+    ]
+    memory = [torch.zeros((BLOCKS, 4 // tp, TOKENS, 2 * HEAD)) for _ in range(2)]
+    owners = {"full0": 0, "full1": 1, "window0": 0, "window1": 1, "window2": 0}
+    tensors = {name: memory[place] for name, place in owners.items()}
+    facts, kv_caches = registered({}, tensors, vllm_config(tp, heads=4), groups)
+    assert len(kv_caches.tensors) == 2
+    layout = row_layout(facts, kv_caches)
+    page = 4 * TOKENS * 2 * HEAD * 4
+    assert [group.row_bytes for group in layout.groups] == [2 * page, 2 * page, page]
+    assert all(layer.head_order for layer in layout.layers)
+    [large, small] = layout.kinds()
+    assert (large.numbers, small.numbers) == ((0, 1), (2,))
+    assert row_identity(layout, small)["layers"] == [["window2", page]]
+    assert replicas_by_group(layout, facts.group_layers) == [{1: 2}, {1: 2}, {1: 1}]
+
+
+def test_pages_that_are_padded_to_a_common_size_are_stored_without_the_padding() -> None:
+    """As beside recurrent state, or with other heads in windows."""
+    full = FullAttentionSpec(block_size=TOKENS, num_kv_heads=4, head_size=HEAD, dtype=torch.float32)
+    narrow = window(3, padded=full.page_size_bytes)
+    groups = [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["narrow"], narrow)]
+    memory = torch.zeros(BLOCKS * full.page_size_bytes // 4)
+    tensors = {
+        "full": memory.view(BLOCKS, 4, TOKENS, 2 * HEAD),
+        "narrow": memory.view(BLOCKS, 4, TOKENS, 2 * HEAD)[:, :3],
+    }
+    facts, kv_caches = registered({}, tensors, vllm_config(1, heads=4), groups)
+    layout = row_layout(facts, kv_caches)
+    assert [layer.page_bytes for layer in layout.layers] == [
+        full.page_size_bytes,
+        narrow.unpadded_page_size_bytes,
+    ]
+    assert not layout.is_shared
 
 
 @given(

@@ -112,6 +112,8 @@ def _space_lines(root: RootFigures) -> list[tuple[str, str]]:
         elif root.turnover_s is not None:
             rate += f", overwrites all it holds in {words.span(root.turnover_s)}"
         lines.append(("writes", rate))
+    if saved := root.total.saved_by_groups_bytes:
+        lines.append(("groups", f"{words.size(saved)} saved by rows of each group's own size"))
     if root.quarantine_bytes:
         lines.append(("quarantine", words.size(root.quarantine_bytes)))
     if root.foreign_bytes:

@@ -6,8 +6,9 @@ was never opened by an engine has no ranks, tokens or budget.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,10 @@ class NamespaceFigures:
     disk_bytes: int
     apparent_bytes: int
     saved_by_dedup_bytes: int | None
+    groups: list[int]
+    """The KV-cache groups whose rows these are, where others of the engine stand elsewhere."""
+    saved_by_groups_bytes: int | None
+    """What the rows would take as large as the engine's largest, less what they take."""
     saved_by_codec_bytes: int
     """In slots: what the same rows would take without a codec, less what they take."""
     hits: int | None
@@ -100,22 +105,22 @@ def root_figures(survey: RootSurvey, stale_after_s: float) -> RootFigures:
         growth = min(growth, max(0, status.budget_bytes - survey.charged_bytes))
     order = sorted(range(len(figures)), key=lambda i: survey.namespaces[i].opened_s)
     newest = survey.namespaces[order[-1]] if order else None
-    room = _room_slots(newest, growth) if newest else 0.0
+    together = _opened_with(newest, survey.namespaces) if newest else []
+    tokens = _tokens_together([figures[survey.namespaces.index(one)].tokens for one in together])
     rate = _write_rate(status, survey.taken_s) if status else None
-    full_in, turnover = None, None
+    room, full_in, turnover = _room(together, growth), None, None
     if newest and newest.row_bytes and rate:
-        rows_per_s = rate / newest.row_bytes
-        if room >= 1:
-            full_in = room / rows_per_s
+        if room.rows >= 1:
+            full_in = room.row_bytes / rate
         else:
-            turnover = newest.row_count / rows_per_s
+            turnover = sum(one.row_count * one.row_bytes for one in together) / rate
     return RootFigures(
         root=str(survey.root),
         owner_pid=survey.owner_pid,
         state=status.state if status else "",
         state_reason=status.state_reason if status else "",
         namespaces=figures,
-        total=_total(figures),
+        total=_total(figures, _tokens_in_all(survey, figures)),
         disk_bytes=weight.allocated_bytes,
         apparent_bytes=weight.apparent_bytes,
         charged_bytes=survey.charged_bytes,
@@ -128,7 +133,7 @@ def root_figures(survey: RootSurvey, stale_after_s: float) -> RootFigures:
         available_bytes=survey.available_bytes,
         growth_bytes=growth,
         newest_model=newest.model if newest else None,
-        tokens_that_fit=_tokens_in(figures[order[-1]], newest, room) if newest else None,
+        tokens_that_fit=_tokens_in(together, tokens, room.rows) if newest else None,
         write_bytes_per_s=rate,
         full_in_s=full_in,
         turnover_s=turnover,
@@ -167,6 +172,10 @@ def namespace_figures(
         disk_bytes=weight.allocated_bytes,
         apparent_bytes=weight.apparent_bytes,
         saved_by_dedup_bytes=None if without is None else without - logical,
+        groups=list(facts.groups),
+        saved_by_groups_bytes=(
+            rows * (facts.largest_row_bytes - survey.row_bytes) if facts.groups else None
+        ),
         saved_by_codec_bytes=rows * (survey.row_bytes + PAGE_BYTES) - slot_bytes,
         hits=status.counters.rows_read if status else None,
         misses=status.counters.rows_missing if status else None,
@@ -194,6 +203,62 @@ def _tokens_held(survey: NamespaceSurvey) -> int | None:
     return int((rows * tokens_per_row).max())
 
 
+# Of the identities of an engine's namespaces, what tells them apart.
+_OF_ONE_KIND = frozenset({"layers", "ranks", "row_of_groups"})
+
+
+def _opened_with(
+    one: NamespaceSurvey, namespaces: Sequence[NamespaceSurvey]
+) -> list[NamespaceSurvey]:
+    """The namespaces of one engine, whose KV-cache groups have rows of several sizes: `one` and
+    those that differ in their rows alone."""
+
+    def engine(of: NamespaceSurvey) -> object:
+        if not of.facts.groups or of.identity is None:
+            return of.name
+        fields = {k: v for k, v in of.identity.fields.items() if k not in _OF_ONE_KIND}
+        return (of.model, of.codec_name, repr(sorted(fields.items())))
+
+    return [other for other in namespaces if engine(other) == engine(one)]
+
+
+def _tokens_together(tokens: Iterable[int | None]) -> int | None:
+    """Of an engine's namespaces, which hold the same tokens, each of other groups."""
+    return max((count for count in tokens if count is not None), default=None)
+
+
+def _tokens_in_all(survey: RootSurvey, figures: Sequence[NamespaceFigures]) -> int | None:
+    tokens = {one.name: of.tokens for one, of in zip(survey.namespaces, figures, strict=True)}
+    engines = {
+        tuple(other.name for other in _opened_with(one, survey.namespaces))
+        for one in survey.namespaces
+    }
+    found = [_tokens_together(tokens[name] for name in names) for names in engines]
+    known = [count for count in found if count is not None]
+    return sum(known) if known else None
+
+
+class _Room(NamedTuple):
+    """For how many more rows there is room, of the mean size, and for what bytes of rows."""
+
+    rows: float
+    row_bytes: float
+
+
+def _room(together: Sequence[NamespaceSurvey], growth_bytes: int) -> _Room:
+    """In free slots, and in new segments of `growth_bytes`, which an engine's namespaces share as
+    they share what is there."""
+    weights = [sum(len(s.entries) * s.geometry.stride for s in one.segments) for one in together]
+    total = sum(weights)
+    rows = row_bytes = 0.0
+    for one, weight in zip(together, weights, strict=True):
+        share = weight / total if total else 1 / len(together)
+        slots = _room_slots(one, int(growth_bytes * share))
+        rows += slots
+        row_bytes += slots * one.row_bytes
+    return _Room(rows, row_bytes)
+
+
 def _room_slots(survey: NamespaceSurvey, growth_bytes: int) -> float:
     """How many more rows fit into free slots and into `growth_bytes` of new segments."""
     if survey.geometry is None:
@@ -210,13 +275,16 @@ def _room_slots(survey: NamespaceSurvey, growth_bytes: int) -> float:
     return float((free_bytes + growth_bytes) // mean)
 
 
-def _tokens_in(figures: NamespaceFigures, survey: NamespaceSurvey, slots: float) -> int | None:
-    tokens_per_row = survey.facts.tokens_per_row
+def _tokens_in(together: Sequence[NamespaceSurvey], tokens: int | None, slots: float) -> int | None:
+    """Of which so many more rows are, if they are like those that are there."""
+    tokens_per_row = together[0].facts.tokens_per_row
     if not tokens_per_row:
         return None
-    if figures.tokens and figures.rows:
-        return int(slots * figures.tokens / figures.rows)
-    return int(slots * max(tokens_per_row) / len(tokens_per_row))
+    rows = sum(one.row_count for one in together)
+    if tokens and rows:
+        return int(slots * tokens / rows)
+    groups = sum(1 for count in tokens_per_row if count)
+    return int(slots * max(tokens_per_row) / max(1, groups))
 
 
 def _write_rate(status: StoreStatus, now_s: float) -> float | None:
@@ -231,7 +299,7 @@ def _write_rate(status: StoreStatus, now_s: float) -> float | None:
     return max(0.0, written / (status.written_s - point.time_s))
 
 
-def _total(figures: Sequence[NamespaceFigures]) -> NamespaceFigures:
+def _total(figures: Sequence[NamespaceFigures], tokens: int | None) -> NamespaceFigures:
     def add(name: str) -> int:
         return sum(getattr(f, name) or 0 for f in figures)
 
@@ -251,12 +319,14 @@ def _total(figures: Sequence[NamespaceFigures]) -> NamespaceFigures:
         rows=add("rows"),
         row_bytes=0,
         row_bytes_without_dedup=None,
-        tokens=add_known("tokens"),
+        tokens=tokens,
         logical_bytes=add("logical_bytes"),
         bytes_without_dedup=add_known("bytes_without_dedup"),
         disk_bytes=add("disk_bytes"),
         apparent_bytes=add("apparent_bytes"),
         saved_by_dedup_bytes=add_known("saved_by_dedup_bytes"),
+        groups=[],
+        saved_by_groups_bytes=add_known("saved_by_groups_bytes"),
         saved_by_codec_bytes=add("saved_by_codec_bytes"),
         hits=add_known("hits"),
         misses=add_known("misses"),

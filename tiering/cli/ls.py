@@ -36,11 +36,12 @@ def ls(
             return
         _print_columns(
             out,
-            ("rows", "row", "on disk", "opened", "model", "namespace"),
+            ("rows", "row", "groups", "on disk", "opened", "model", "namespace"),
             [
                 (
                     words.count(one.row_count),
                     words.size(one.row_bytes or None),
+                    ",".join(map(str, one.facts.groups)) or "all",
                     words.size(one.weight.allocated_bytes),
                     words.span(survey.taken_s - one.opened_s) if one.opened_s else "-",
                     one.model,
@@ -75,6 +76,7 @@ def _summary(one: NamespaceSurvey, now_s: float) -> dict[str, object]:
         "codec": one.codec_name,
         "rows": one.row_count,
         "row_bytes": one.row_bytes,
+        "groups": list(one.facts.groups),
         "segments": len(one.segments),
         "disk_bytes": one.weight.allocated_bytes,
         "opened_age_s": now_s - one.opened_s if one.opened_s else None,

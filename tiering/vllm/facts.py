@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from storage.errors import ConfigError
+from tiering.rows import GroupLayer
 from tiering.topology import KvHeads, LayerFacts, Parallelism
 
 
@@ -39,13 +41,16 @@ class EngineFacts:
     """Tokens in a page of each layer that holds KV heads and nothing else."""
     tokens_first: bool | None = None
     """Whether a page holds, token after token, all heads, or head after head all tokens."""
+    group_numbers: tuple[int, ...] = ()
+    """What the keys of each offloaded group end in; empty: counted from 0."""
+    packed_bytes: tuple[int | None, ...] = ()
+    """Of each offloaded group, where its last layer ends in a block that holds all of them side by
+    side; None or empty: not known."""
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any, *, dedup: bool = True) -> EngineFacts:
-        groups = [
-            kv_cache_config.kv_cache_groups[group_id]
-            for group_id in get_offloading_group_ids(kv_cache_config)
-        ]
+        numbers = tuple(get_offloading_group_ids(kv_cache_config))
+        groups = [kv_cache_config.kv_cache_groups[number] for number in numbers]
         layers = {
             name: _layer_facts(name, spec)
             for group in kv_cache_config.kv_cache_groups
@@ -66,7 +71,23 @@ class EngineFacts:
             uniform_kv_heads(vllm_config),
             block_tokens,
             _tokens_first(kv_cache_config.kv_cache_layout),
+            numbers,
+            tuple(_packed_bytes(group_names, layers, kv_cache_config) for group_names in names),
         )
+
+
+def _packed_bytes(
+    names: Iterable[str], layers: Mapping[str, LayerFacts], kv_cache_config: Any
+) -> int | None:
+    """Where the last of these layers ends, if their pages begin at their offsets in each block."""
+    ends = {
+        name: placed.offset + len(placed.layers) * layers[name].page_bytes
+        for placed in kv_cache_config.kv_cache_tensors
+        for name in placed.layers
+        if name in layers
+    }
+    found = [ends.get(name) for name in names]
+    return None if None in found else max(end for end in found if end is not None)
 
 
 def _tokens_first(kv_cache_layout: str | None) -> bool | None:
@@ -152,39 +173,73 @@ def _layer_facts(name: str, spec: Any) -> LayerFacts:
     )
 
 
-def row_layers(facts: EngineFacts, kv_caches: Any, rank: int) -> list[LayerFacts]:
-    """The layers of the row: one per canonical tensor, in the order of `kv_caches.tensors`.
+def group_layers(facts: EngineFacts, kv_caches: Any, rank: int) -> dict[int, list[GroupLayer]]:
+    """The layers of each offloaded group's row, by the group's number: one per canonical tensor
+    that it uses, in the order of `kv_caches.tensors`.
 
-    Layers that share a tensor are taken as replicated only if all of them are, alike.  `rank` is
-    the one whose `kv_caches` these are; what comes out is the same on all ranks.
+    Layers that share a tensor in one group are taken as replicated only if all of them are, alike.
+    `rank` is the one whose `kv_caches` these are; what comes out is the same on all ranks.
+    Raises `ConfigError` for blocks that do not hold what vLLM would copy.
     """
-    found: list[list[LayerFacts]] = [[] for _ in kv_caches.tensors]
-    for names, refs in zip(facts.group_layers, kv_caches.group_data_refs, strict=True):
-        if len(refs) == len(names):
+    numbers = facts.group_numbers or tuple(range(len(facts.group_layers)))
+    packed = facts.packed_bytes or (None,) * len(numbers)
+    groups = zip(numbers, facts.group_layers, packed, kv_caches.group_data_refs, strict=True)
+    found = {}
+    for number, names, packed_bytes, refs in groups:
+        parts: dict[int, list[LayerFacts]] = {}
+        if not _is_packed(facts, names, refs):
             for name, ref in zip(names, refs, strict=True):
-                is_whole = ref.page_size_bytes == kv_caches.tensors[ref.tensor_idx].page_size_bytes
-                may_share = is_whole and name in facts.block_tokens
+                may_share = name in facts.block_tokens
                 heads = kv_heads(facts, name, ref.mapping, rank) if may_share else None
-                layer = msgspec.structs.replace(facts.layers[name], heads=heads)
-                found[ref.tensor_idx].append(layer)
-        else:  # packed: whole blocks of all layers in one tensor
+                layer = msgspec.structs.replace(
+                    facts.layers[name], page_bytes=ref.page_size_bytes, heads=heads
+                )
+                parts.setdefault(ref.tensor_idx, []).append(layer)
+        else:
             for ref in refs:
-                found[ref.tensor_idx] += [facts.layers[name] for name in names]
-    return [
-        _merge(layers, tensor.page_size_bytes)
-        for layers, tensor in zip(found, kv_caches.tensors, strict=True)
-    ]
+                width = _packed_width(packed_bytes, ref.page_size_bytes)
+                parts[ref.tensor_idx] = [
+                    msgspec.structs.replace(facts.layers[name], page_bytes=width) for name in names
+                ]
+        found[number] = [
+            GroupLayer(_merge(layers), tensor, kv_caches.tensors[tensor].page_size_bytes)
+            for tensor, layers in sorted(parts.items())
+        ]
+    return found
 
 
-def _merge(layers: list[LayerFacts], page_bytes: int) -> LayerFacts:
+def _is_packed(facts: EngineFacts, names: Sequence[str], refs: Sequence[Any]) -> bool:
+    """Whether vLLM copies whole blocks in which all layers stand, instead of each layer's page."""
+    if len(refs) != len(names):
+        return True
+    pages = [facts.layers[name].page_bytes for name in names]
+    return any(ref.page_size_bytes > page for ref, page in zip(refs, pages, strict=True))
+
+
+def _packed_width(packed_bytes: int | None, block_bytes: int) -> int:
+    """What a group's layers take of a block in which they stand side by side."""
+    if packed_bytes is None:
+        return block_bytes
+    if packed_bytes > block_bytes:
+        raise ConfigError(
+            "VLLM_KV_CACHE_LAYOUT",
+            f"a layout whose blocks of {block_bytes} bytes hold every layer of a KV-cache group",
+            f"one in which a group reaches to byte {packed_bytes}",
+        )
+    return packed_bytes
+
+
+def _merge(layers: list[LayerFacts]) -> LayerFacts:
+    """Layers of one group that use the same pages."""
     shards = {layer.max_tp_shards for layer in layers}
     heads = {layer.heads for layer in layers}
+    widths = {layer.page_bytes for layer in layers}
     return LayerFacts(
         name=" ".join(layer.name for layer in layers),
-        page_bytes=page_bytes,
+        page_bytes=max(widths),
         max_tp_shards=shards.pop() if len(shards) == 1 else None,
         context_sharded=any(layer.context_sharded for layer in layers),
-        heads=heads.pop() if len(heads) == 1 else None,
+        heads=heads.pop() if len(heads) == len(widths) == 1 else None,
     )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,10 @@ MULTIMODAL_FIELDS = (
 SPECULATIVE_FIELDS = ("attention_backend", "kv_cache_dtype", "parallel_drafting")
 
 
-def identity(
+def identities(
     vllm_config: Any, offloading_config: Any, layout: RowLayout, weights: str = SAMPLED
-) -> Identity:
-    """What shapes the bytes of a row, as far as vLLM tells.
+) -> list[Identity]:
+    """What shapes the bytes of a row, as far as vLLM tells: for each of `layout.kinds()`.
 
     `weights` is how weight files are compared, one of `WEIGHTS_FINGERPRINTS`.  Raises `ConfigError`
     naming what can't be established.
@@ -84,9 +84,12 @@ def identity(
     rows: dict[str, Json] = {
         "row_format": ROW_FORMAT,
         "blocks_per_chunk": layout.blocks_per_chunk,
-        **row_identity(layout),
     }
-    return identity_of_rows(vllm_config, offloading_config, rows, weights)
+    common = identity_of_rows(vllm_config, offloading_config, rows, weights)
+    return [
+        replace(common, fields={**common.fields, **row_identity(layout, kind)})
+        for kind in layout.kinds()
+    ]
 
 
 def identity_of_rows(
@@ -95,7 +98,7 @@ def identity_of_rows(
     rows: Mapping[str, Json],
     weights: str = SAMPLED,
 ) -> Identity:
-    """As `identity`, of rows whose own layout `rows` describes."""
+    """As `identities`, of rows whose own layout `rows` describes."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     values: dict[str, Json] = {
         "engine": f"vllm {vllm_version}",

@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from storage.errors import ConfigError
 from storage.service.client import RegionRows, StoreClient
+from storage.service.messages import SmallerRows
 from storage.sizes import format_size
 from storage.store import rows_that_fit
 from tiering.config import Config
@@ -19,11 +20,11 @@ from tiering.metrics import ALL
 from tiering.primary import REGION, PrimaryTier
 from tiering.region import Region, announce_layers, collect_layers
 from tiering.rows import RowLayout
-from tiering.summary import capacity_line, dedup_line, row_facts
+from tiering.summary import capacity_line, dedup_line, mean_row_bytes, row_facts
 from tiering.topology import Parallelism
 from tiering.vllm.adapters import Adapters
-from tiering.vllm.facts import EngineFacts, row_layers
-from tiering.vllm.identity import display_name, identity
+from tiering.vllm.facts import EngineFacts, group_layers
+from tiering.vllm.identity import display_name, identities
 from tiering.vllm.manager import VllmManager
 from tiering.vllm.selective import Role, SelectiveManager
 from tiering.vllm.stats import metric_definitions
@@ -93,26 +94,26 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         """Rank 0 makes the region, the others attach to it."""
         engine_id, rank = self.config.engine_id, self.config.parallel.rank
         parallel, facts = self._facts.parallel, self._facts
-        layers = row_layers(facts, kv_caches, rank)
+        groups = group_layers(facts, kv_caches, rank)
         if parallel.pp == 1:
-            layout = RowLayout.of(
-                layers, parallel, self.blocks_per_chunk, list(facts.layers.values())
+            layout = RowLayout.of_groups(
+                groups, parallel, self.blocks_per_chunk, list(facts.layers.values())
             )
             if rank > 0:
                 return Region.attach(engine_id, rank=rank, expected=layout)
         elif rank > 0:
-            with announce_layers(engine_id, rank, layers):
+            with announce_layers(engine_id, rank, groups):
                 return Region.attach(engine_id, rank=rank)
         else:
             others = collect_layers(engine_id, range(1, parallel.world_size))
-            layout = RowLayout.of_unlike_ranks([layers, *others.values()], self.blocks_per_chunk)
+            layout = RowLayout.of_unlike_ranks([groups, *others.values()], self.blocks_per_chunk)
         return Region.create(engine_id, layout, self._config.region_bytes)
 
     def _private_region(self, kv_caches: Any) -> Region:
         """This rank's share of the memory, for rows of its own pages alone."""
         rank, world_size = self.config.parallel.rank, self._facts.parallel.world_size
-        layers = row_layers(self._facts, kv_caches, rank)
-        layout = RowLayout.of(layers, Parallelism(), self.blocks_per_chunk)
+        groups = group_layers(self._facts, kv_caches, rank)
+        layout = RowLayout.of_groups(groups, Parallelism(), self.blocks_per_chunk)
         size = self._config.region_bytes // world_size
         region = Region.create(f"{self.config.engine_id}-{rank}", layout, size)
         region.unlink()
@@ -171,15 +172,16 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         self._log_start(layout, row_count)
 
     def _log_start(self, layout: RowLayout, row_count: int) -> None:
-        rows = {REGION: row_count}
+        mean = mean_row_bytes(layout)
+        tiers = {REGION: (row_count, layout.row_bytes)}
         for name, options in self._config.stores.items():
-            rows[name] = rows_that_fit(options, layout.row_bytes)
+            tiers[name] = (rows_that_fit(options, mean), mean)
         groups = self.config.groups
         tokens = min(group.tokens_per_block for group in groups) * layout.blocks_per_chunk
         log.info(
             "%s; %s",
             dedup_line(layout, self._facts.group_layers),
-            capacity_line(layout, len(groups), tokens, rows),
+            capacity_line(len(groups), tokens, tiers),
         )
 
     def _connect(self, region: Region) -> dict[str, StoreClient]:
@@ -187,16 +189,19 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         clients: dict[str, StoreClient] = {}
         if not self._config.stores:
             return clients
-        named = identity(
-            self._vllm_config, self.config, region.layout, self._config.weights_fingerprint
-        )
-        rows = RegionRows(region.fd, region.rows_offset, region.layout.row_bytes, region.row_count)
-        tokens = [group.tokens_per_block for group in self.config.groups]
+        layout = region.layout
+        names = identities(self._vllm_config, self.config, layout, self._config.weights_fingerprint)
+        tokens = {group.group_id: group.tokens_per_block for group in self.config.groups}
         label = display_name(self._vllm_config.model_config)
-        facts = row_facts(region.layout, tokens, label)
+        facts = [row_facts(layout, tokens, label, kind) for kind in layout.kinds()]
+        smaller = [
+            SmallerRows(kind.numbers, name.fields, kind.row_bytes, of_kind)
+            for kind, name, of_kind in zip(layout.kinds(), names, facts, strict=True)
+        ][1:]
+        rows = RegionRows(region.fd, region.rows_offset, layout.row_bytes, region.row_count)
         try:
             for name, options in self._config.stores.items():
-                client = StoreClient(options, named, rows, facts=facts)
+                client = StoreClient(options, names[0], rows, facts=facts[0], smaller=smaller)
                 client.connect(_CONNECT_TIMEOUT_S)
                 clients[name] = client
                 log.info(
@@ -205,7 +210,7 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
                     options.root,
                     format_size(options.budget_bytes),
                     options.budget_bytes,
-                    named.directory,
+                    ", ".join(each.directory for each in names),
                     len(client),
                 )
         except BaseException:

@@ -14,6 +14,7 @@ import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
+    CanonicalKVCacheTensor,
     CanonicalPageMapping,
     CopyRun,
     OffloadingWorker,
@@ -29,7 +30,8 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
     """Synchronous copies: a transfer is complete when `submit_*` returns."""
 
     def __init__(self, region: Region, rank: int, kv_caches: Any) -> None:
-        tensors = [t.tensor.view(torch.int8) for t in kv_caches.tensors]
+        kv_caches = with_row_layout(kv_caches, region.layout, rank)
+        tensors = [t.tensor for t in kv_caches.tensors]
         groups = [
             [LayerPages(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
             for refs in kv_caches.group_data_refs
@@ -151,22 +153,28 @@ def page_mapping(layer: LayerRow, rank: int, width: int) -> Any:
 
 
 def with_row_layout(kv_caches: Any, layout: RowLayout, rank: int) -> Any:
-    """`kv_caches` with every reference mapped to where our rows have it."""
+    """`kv_caches` by the layers of our rows: the i-th tensor is the i-th of the layers that
+    `layout` has on `rank`, cut to its content, and every reference is mapped to where the rows of
+    its group have it.  A tensor in unlike rows of several groups comes once for each.
+    """
     layers = layout.layers_of(rank)
-    return CanonicalKVCaches(
-        tensors=kv_caches.tensors,
-        group_data_refs=[
-            [
-                CanonicalKVCacheRef(
-                    ref.tensor_idx,
-                    ref.page_size_bytes,
-                    page_mapping(layers[ref.tensor_idx], rank, ref.page_size_bytes),
-                )
-                for ref in refs
-            ]
-            for refs in kv_caches.group_data_refs
-        ],
-    )
+    indices = [index for index, layer in enumerate(layout.layers) if layer.is_on(rank)]
+    position = {index: place for place, index in enumerate(indices)}
+    tensors: dict[int, Any] = {}
+    groups = []
+    for group, refs in zip(layout.groups, kv_caches.group_data_refs, strict=True):
+        by_tensor: dict[int, int] = {}  # tensor -> bytes of its pages that the group uses
+        for ref in refs:
+            by_tensor[ref.tensor_idx] = max(ref.page_size_bytes, by_tensor.get(ref.tensor_idx, 0))
+        mapped = []
+        for index, tensor in zip(layout.layers_in(group, rank), sorted(by_tensor), strict=True):
+            place, layer = position[index], layout.layers[index]
+            width = min(by_tensor[tensor], layer.page_bytes)
+            pages = kv_caches.tensors[tensor].tensor.view(torch.int8)
+            tensors[place] = CanonicalKVCacheTensor(pages[:, : layer.page_bytes], layer.page_bytes)
+            mapped.append(CanonicalKVCacheRef(place, width, page_mapping(layer, rank, width)))
+        groups.append(mapped)
+    return CanonicalKVCaches([tensors[place] for place in range(len(layers))], groups)
 
 
 def device_worker(region: Region, rank: int, kv_caches: Any) -> Any:

@@ -276,13 +276,15 @@ def test_writes_and_reads_go_on_while_segments_are_given_back(memory_path: Path)
 def test_who_gives_to_whom() -> None:
     new, poor, rich = Holding(0, 0, None), Holding(20, 2, 50), Holding(80, 8, 10)
     last = Holding(10, 1, 1)
-    assert choose_donor(new, 10, [poor, rich, last], 100) == 1, "the coldest row; no last segment"
-    assert choose_donor(new, 10, [last], 100) is None
-    assert choose_donor(poor, 10, [rich], 100) == 0
-    assert choose_donor(rich, 10, [poor], 100) is None, "more than its share"
+    chosen = choose_donor(new, 10, [poor, rich, last], 100, 99)
+    assert chosen == 1, "the coldest row; no last segment"
+    assert choose_donor(new, 10, [last], 100, 99) is None
+    assert choose_donor(poor, 10, [rich], 100, 99) == 0
+    assert choose_donor(rich, 10, [poor], 100, 99) is None, "more than its share"
     warm = Holding(80, 8, 60)
-    assert choose_donor(poor, 10, [warm], 100) is None, "its rows are warmer than the asker's"
-    assert choose_donor(Holding(45, 4, 50), 10, [Holding(55, 5, 10)], 100) is None, "nearly equal"
+    assert choose_donor(poor, 10, [warm], 100, 99) is None, "its rows are warmer than the asker's"
+    nearly_equal = choose_donor(Holding(45, 4, 50), 10, [Holding(55, 5, 10)], 100, 99)
+    assert nearly_equal is None
 
 
 def fill(rows: RowStore, keys: list[RowKey]) -> list[RowOutcome]:

@@ -22,7 +22,7 @@ from tiering.region import (
     region_path,
     remove_dead_regions,
 )
-from tiering.rows import RowLayout
+from tiering.rows import GroupLayer, RowLayout
 from tiering.topology import LayerFacts, Parallelism
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -180,8 +180,12 @@ def test_what_a_killed_engine_left_is_removed_and_a_living_one_is_not(memory_pat
             engine.communicate()
 
 
+def in_group(number: int, facts: LayerFacts) -> dict[int, list[GroupLayer]]:
+    return {number: [GroupLayer(facts, 0, 128)]}
+
+
 def test_ranks_of_a_pipeline_tell_rank_0_their_layers(memory_path: Path) -> None:
-    stages = {rank: [LayerFacts(f"layer{rank}", 100 * rank, 1)] for rank in (1, 2)}
+    stages = {rank: in_group(3, LayerFacts(f"layer{rank}", 100 * rank, 1)) for rank in (1, 2)}
     attached = threading.Event()
 
     def rank_main(rank: int) -> None:
@@ -202,7 +206,7 @@ def test_ranks_of_a_pipeline_tell_rank_0_their_layers(memory_path: Path) -> None
 
 def test_a_rank_that_says_nothing_is_named(memory_path: Path) -> None:
     with (
-        announce_layers("e", 1, [LayerFacts("a", 1)], directory=memory_path),
+        announce_layers("e", 1, in_group(0, LayerFacts("a", 1)), directory=memory_path),
         pytest.raises(RegionError, match=r"rank 2 did not say in 0\.1 s which layers"),
     ):
         collect_layers("e", [1, 2], directory=memory_path, timeout_s=0.1)
@@ -210,12 +214,12 @@ def test_a_rank_that_says_nothing_is_named(memory_path: Path) -> None:
 
 def test_what_a_killed_rank_announced_is_removed(memory_path: Path) -> None:
     """Its lock went with it; the next start finds the file and nobody who holds it."""
-    context = announce_layers("e", 1, [LayerFacts("a", 1)], directory=memory_path)
+    context = announce_layers("e", 1, in_group(0, LayerFacts("a", 1)), directory=memory_path)
     context.__enter__()
     [path] = memory_path.iterdir()
     kept = path.read_bytes()
     context.__exit__(None, None, None)
     path.write_bytes(kept)
-    with announce_layers("e", 1, [LayerFacts("b", 2)], directory=memory_path):
+    with announce_layers("e", 1, in_group(0, LayerFacts("b", 2)), directory=memory_path):
         found = collect_layers("e", [1], directory=memory_path, timeout_s=5)
-    assert found == {1: [LayerFacts("b", 2)]}
+    assert found == {1: in_group(0, LayerFacts("b", 2))}

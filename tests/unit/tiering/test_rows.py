@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiering.rows import RowLayout, row_identity, rows_differ
+from tiering.rows import GroupLayer, RowLayout, row_identity, rows_differ
 from tiering.topology import KvHeads, LayerFacts, Parallelism
 
 
@@ -23,7 +23,12 @@ def layouts(draw: st.DrawFn) -> RowLayout:
         layers = draw(st.lists(layer_facts(), min_size=1, max_size=5))
         return RowLayout.of(layers, parallel, blocks_per_chunk)
     by_rank = [draw(st.lists(layer_facts(), min_size=1, max_size=3)) for _ in range(ranks)]
-    return RowLayout.of_unlike_ranks(by_rank, blocks_per_chunk)
+    return RowLayout.of_unlike_ranks([alone(layers) for layers in by_rank], blocks_per_chunk)
+
+
+def alone(layers: list[LayerFacts]) -> dict[int, list[GroupLayer]]:
+    """The layers of a single group, each with a tensor of its own."""
+    return {0: [GroupLayer(facts, i, facts.page_bytes) for i, facts in enumerate(layers)]}
 
 
 @st.composite
@@ -137,7 +142,7 @@ def test_heads_that_do_not_divide_evenly_are_kept_per_rank(tp: int) -> None:
 
 def test_stages_of_a_pipeline_share_nothing() -> None:
     stages = [[LayerFacts("0", 4096, 1)], [LayerFacts("1", 2048, 1), LayerFacts("2", 2048, 1)]]
-    layout = RowLayout.of_unlike_ranks(stages, 1)
+    layout = RowLayout.of_unlike_ranks([alone(layers) for layers in stages], 1)
     assert layout.row_bytes == layout.row_bytes_without_dedup == 8192
     assert [layer.name for layer in layout.layers_of(1)] == ["1 of rank 1", "2 of rank 1"]
     assert layout.depends_on_ranks

@@ -33,5 +33,5 @@ def test_layers_that_share_memory_are_counted_by_name() -> None:
 
 
 def test_capacities_are_in_tokens_of_all_groups() -> None:
-    line = capacity_line(layout(1), 2, 64, {"region": 11, "disk": 100})
+    line = capacity_line(2, 64, {"region": (11, 61 * 4096), "disk": (100, 4096)})
     assert line.startswith("region of 11 rows, 2.75 MB, 320 tokens; disk of 100 rows")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.region import Region
-from tiering.rows import RowLayout
+from tiering.rows import GroupLayer, RowLayout
 from tiering.runs import Pages, even_runs
 from tiering.topology import KvHeads, LayerFacts, Parallelism
 from tiering.worker import BlockRun, CopyWorker, LayerPages
@@ -159,7 +159,11 @@ def test_dedup_halves_what_two_ranks_of_deepseek_v2_lite_store(directory: Path) 
 
 def test_stages_of_a_pipeline_each_find_their_own_layers(directory: Path) -> None:
     stages = [[LayerFacts("a", 300, 1), LayerFacts("b", 200, 1)], [LayerFacts("c", 100, 1)]]
-    layout = RowLayout.of_unlike_ranks(stages, 2)
+    by_rank = [
+        {0: [GroupLayer(facts, i, facts.page_bytes) for i, facts in enumerate(stage)]}
+        for stage in stages
+    ]
+    layout = RowLayout.of_unlike_ranks(by_rank, 2)
     region = Region.create("e", layout, 16 * layout.row_bytes, directory=directory)
     random = np.random.default_rng(5)
     for rank, stage in enumerate(stages):
