@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,6 +21,8 @@ from storage.types import PAGE_BYTES
 FORMAT_VERSION = 1  # of the files under a root; raised whenever an older reader would misread them
 ROWS = "rows"  # name of a namespace's array
 METADATA = "zarr.json"
+
+NONCE = "nonce"  # in the identity of a namespace that outlives nobody
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -47,6 +49,11 @@ class Identity:
         if not self.model.strip():
             raise ConfigError("model", "a name that is not empty", self.model)
         Codec.of(self.codec, self.element_bytes)
+
+    def unrepeatable(self, nonce: str) -> Identity:
+        """The same rows, in a namespace that is found again only by who knows `nonce`; to others it
+        is worth nothing, and gives way before all others."""
+        return replace(self, fields={**self.fields, NONCE: nonce})
 
     @property
     def row_codec(self) -> Codec | None:
@@ -208,6 +215,15 @@ def read_geometry(
     if metadata != msgspec.json.decode(rows_metadata(geometry, segment_count, codec)):
         raise CorruptRecord(place, "the array's codecs or chunks are not those of kvtier rows")
     return geometry, segment_count
+
+
+def is_unrepeatable(raw: bytes, place: str) -> bool:
+    """Whether the `zarr.json` of a namespace's group says that nobody will open it again; False if
+    it is damaged."""
+    try:
+        return NONCE in read_metadata(raw, place)["attributes"]["kvtier"]["identity"]
+    except (CorruptRecord, LayoutMismatch, KeyError, TypeError):
+        return False
 
 
 def facts_in(raw: bytes, place: str) -> RowFacts | None:

@@ -20,6 +20,7 @@ from storage.namespace import (
     ROWS,
     Json,
     is_namespace_directory,
+    is_unrepeatable,
     read_metadata,
     root_metadata,
 )
@@ -36,7 +37,7 @@ class StaleNamespace:
     """A namespace on disk that no one has open."""
 
     directory: Path
-    opened_s: float  # Unix time of its last opening
+    opened_s: float  # Unix time of its last opening; 0: nobody will open it again
     segments: dict[SegmentId, int]  # what each is charged
     other_bytes: int  # charged for its metadata and for anything that is not ours
 
@@ -139,7 +140,9 @@ def survey(directory: Path, device: Device) -> StaleNamespace:
         segments[number] = size + SEGMENT_OVERHEAD_BYTES
     opened_s = 0.0
     with contextlib.suppress(DeviceError):
-        opened_s = device.stat(directory / METADATA).modified_s
+        metadata = directory / METADATA
+        if not is_unrepeatable(device.read_file(metadata), str(metadata)):
+            opened_s = device.stat(metadata).modified_s
     ours = {segment_path(directory / ROWS, number) for number in segments}
     ours |= {directory / METADATA, directory / ROWS / METADATA}
     foreign = allocated_bytes(directory, device, without=ours)

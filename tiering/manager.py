@@ -23,7 +23,6 @@ One thread, the scheduler's, makes all calls.  None blocks, except `reset` and `
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,8 +36,6 @@ from tiering.primary import REGION, ChunkState, PrimaryTier
 from tiering.requests import Request, Requests
 from tiering.secondary import SecondaryTier
 from tiering.transfers import TierTransfers
-
-log = logging.getLogger("kvtier.manager")
 
 _PINNED_SHARE = 2  # cascades pin at most 1/2 of the region: stores and promotions need slots too
 _STALL_SHARE = 2  # reads that stand still for 1/2 of the time that a request may wait are a stall
@@ -419,14 +416,13 @@ class TieringManager:
 
         Waits for the tiers' transfers; those of workers are the engine's to end or disown.  False
         if they do not end in time, or if a tier does not say that its rows are gone, as when
-        the store process is down: then chunks are still found, and the caller must try again.
+        the store process is down: then chunks are still found, nothing more is written below, and
+        the caller must try again.
 
-        From here on nothing is written to disk: the namespace is that of the weights which this
-        engine started with, and nobody says which it has now.  A restart establishes them anew.
+        Nobody says which weights the engine has from here on.  So what it writes below is for its
+        own life: a restart, which establishes them anew, finds none of it.
         """
         tiers = self.tiers.values()
-        if any(transfers.is_offering for transfers in tiers):
-            log.warning("the cache was reset: no more writes to disk until the engine restarts")
         for transfers in tiers:
             transfers.stop_offering()
         for request in self._promoting:
@@ -439,13 +435,12 @@ class TieringManager:
             return False
         for transfers in tiers:
             transfers.clear()
-        if not self._drain():
-            return False
-        are_cleared = [transfers.end_clear() for transfers in tiers]
-        if not all(are_cleared):
+        if not self._drain() or not all(transfers.is_cleared for transfers in tiers):
             return False
         self.primary.clear()
         self._requests.settle_all()
+        for transfers in tiers:
+            transfers.start_again()
         return True
 
     def _drain(self) -> bool:

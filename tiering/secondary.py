@@ -18,7 +18,8 @@ class SecondaryTier(Protocol):
     may leave anything in the slot of a row whose outcome is not OK; a write changes nothing.
     Results: every job is polled exactly once, with one outcome per key in the order given.  A
     failed write leaves no row behind; a failed read says so, and the key may be asked again.
-    `clear` makes one outcome: OK once no row is left, also after a crash.
+    `clear` makes one outcome: OK once no row is left, also after a crash; what is written then is
+    found by this engine alone, and only until it ends.
     `touch` ignores keys that the tier has not.
     `in` is answered from memory and may be stale: the read then reports MISSING.
     """

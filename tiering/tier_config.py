@@ -7,9 +7,8 @@ from typing import Any
 
 from storage.errors import ConfigError
 from storage.options import StoreOptions
-from tiering.config import DP_RANK, disk_options
+from tiering.config import DISK_TIER, DP_RANK, disk_options
 
-DISK_TIER = "disk"  # our `type`
 _OF_ENGINE = frozenset({"type", "module_path", "backpressure"})  # not a tier's own settings
 
 

@@ -62,7 +62,7 @@ class TierTransfers:
         self.breaker = ReadBreaker(stall_s)
         self.counters = TierCounters()
         self.is_offering = True
-        """False: nothing is written any more."""
+        """False: nothing is written, until `start_again`."""
         self._primary = primary
         self.promoting: set[RowKey] = set()
         """Chunks that are READING, for this tier's bytes."""
@@ -294,9 +294,13 @@ class TierTransfers:
         self._is_cleared = False
         self._clearing = self.tier.clear()
 
-    def end_clear(self) -> bool:
+    @property
+    def is_cleared(self) -> bool:
         """Whether the tier dropped them all."""
-        if self._is_cleared:
-            self._failed_reads.clear()
-            self._offer_at.clear()
         return self._is_cleared
+
+    def start_again(self) -> None:
+        """The tier and the region are empty."""
+        self._failed_reads.clear()
+        self._offer_at.clear()
+        self.is_offering = True

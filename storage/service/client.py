@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -155,6 +156,9 @@ class StoreClient:
         self._given_up: dict[int, int] = {}  # as `_jobs`, of jobs reported as HUNG unanswered
         self._silence = SilenceWatch(options.read_timeout_s, options.write_timeout_s, now)
         self._is_silent = False
+        self._clearing: int | None = None  # job id of the last `clear`
+        self._is_renewing = False  # from a `clear` until a process serves the new namespace
+        self._is_hanging_up = False  # the first part of that: until the old process is gone
         self._hung: dict[int, set[int]] = {}  # job id -> positions not released yet
         self._released: list[tuple[int, int]] = []
         self._next_job_id = 0
@@ -299,10 +303,18 @@ class StoreClient:
     def clear(self) -> int:
         """Drop every row of the namespace, also on disk; the job's id.  All other jobs have ended.
 
-        The job has one outcome: unless it is OK, rows may still be there, or come back.
+        The job has one outcome: unless it is OK, rows may still be there, or come back.  From then
+        on rows stand in a namespace of their own, which this client alone finds again: what shaped
+        the old ones is no longer known to shape the new ones.  Until a store process serves it,
+        lookups miss and jobs fail.
         """
         assert not self._jobs, "clear while rows move"
-        return self._submit(Clear(self._next_job_id))
+        if self._is_renewing:  # nothing was written since the last time
+            self._next_job_id += 1
+            self._finish(self._next_job_id - 1, 1, RowOutcome.OK)
+            return self._next_job_id - 1
+        self._clearing = self._submit(Clear(self._next_job_id))
+        return self._clearing
 
     def touch(self, keys: Iterable[RowKey]) -> None:
         """The chunks of one request, first to last, were used in the region.  Those that
@@ -404,7 +416,8 @@ class StoreClient:
         self._usage_before = self.usage
         self._restart_at = self._now() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
-        self.restarts += 1
+        self.restarts += not self._is_hanging_up
+        self._is_hanging_up = False
         try:
             self._start()
         except OSError as exc:
@@ -474,6 +487,8 @@ class StoreClient:
                 self._finished.append(FinishedJob(job_id, decoded, bytes_moved, seconds))
                 if hung:
                     self._hung[job_id] = hung
+                if job_id == self._clearing and decoded == [RowOutcome.OK]:
+                    self._renew()
             case Released(job_id, positions):
                 self._release(job_id, positions)
             case Published(keys):
@@ -493,6 +508,7 @@ class StoreClient:
                 )
             case Ready():
                 self._ready = True
+                self._is_renewing = False
                 self._backoff_s = _BACKOFF_S_MIN
             case Refused(reason):
                 self._refusal = reason
@@ -521,10 +537,22 @@ class StoreClient:
             self._changes.note_removed(self._keys.intersection(keys))
         self._keys.difference_update(keys)
 
+    def _renew(self) -> None:
+        """Have the process end, and a new one serve a namespace that is empty."""
+        assert self._connection is not None
+        self._is_renewing = self._is_hanging_up = True
+        self._identity = self._identity.unrepeatable(secrets.token_hex(16))
+        self._ready = False
+        self._unsent.clear()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
     def _lost(self) -> None:
         """The connection is gone, and with it the index; the jobs end with the process."""
         self._disconnect()
-        if not self._closed:
+        if self._is_hanging_up:
+            self._restart_at = self._now()
+        elif not self._closed:
             log.warning("the store process is gone; the disk tier misses until it is back")
             self._restart_at = self._now() + self._backoff_s
         self._reap()

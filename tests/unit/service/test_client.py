@@ -214,6 +214,39 @@ def test_clear_forgets_on_disk_too(
         assert len(store.open_rows(IDENTITY, ROW_BYTES)) == 0
 
 
+def test_after_a_clear_rows_are_for_this_client_alone(
+    client: StoreClient, region: FakeRegion, options: StoreOptions
+) -> None:
+    write(client, region, 1, 2)
+    for turn in range(2):
+        client.clear()
+        [cleared] = wait(client)
+        assert cleared.outcomes == [RowOutcome.OK]
+        assert not client.is_up
+        assert key(2) not in client
+        wait_until_up(client)
+        assert read_back(client, region, 1) == [RowOutcome.MISSING]
+        assert write(client, region, 2, 3 + turn).outcomes == [RowOutcome.OK] * 2
+        assert read_back(client, region, 2, 3 + turn) == [RowOutcome.OK] * 2
+    assert read_back(client, region, 3) == [RowOutcome.MISSING], "of the time before the second one"
+    assert client.restarts == 0, "the store did not fail"
+    assert client.usage.rows_written == 6, "counted on"
+
+    assert client.store_pid is not None
+    os.kill(client.store_pid, signal.SIGKILL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while client.restarts == 0:
+        assert time.monotonic() < deadline
+        client.poll()
+    wait_until_up(client)
+    assert read_back(client, region, 2, 4) == [RowOutcome.OK] * 2, "the weights are the same"
+    client.close()
+
+    with DiskStore.open(options) as store:
+        assert len(store.open_rows(IDENTITY, ROW_BYTES)) == 0, "a later engine finds none of it"
+        assert store.usage().rows == 0
+
+
 def test_another_identity_shares_nothing(
     client: StoreClient, region: FakeRegion, options: StoreOptions
 ) -> None:

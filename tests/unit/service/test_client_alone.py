@@ -170,6 +170,47 @@ def test_a_clear_without_a_store_has_failed(client: StoreClient, store: PlayedSt
     assert finished.outcomes == [RowOutcome.FAILED]
 
 
+def clear(client: StoreClient, store: PlayedStore) -> None:
+    job_id = client.clear()
+    store.say(Done(job_id, bytes([RowOutcome.OK]), 0, 0.0))
+    [finished] = client.poll()
+    assert finished.outcomes == [RowOutcome.OK]
+
+
+def test_after_a_clear_nothing_waits_and_the_next_process_is_no_failure(
+    client: StoreClient, store: PlayedStore
+) -> None:
+    clear(client, store)
+    assert not client.is_up
+    client.write([KEY], [0])
+    [finished] = client.poll()
+    assert finished.outcomes == [RowOutcome.FAILED]
+    client.clear()
+    [finished] = client.poll()
+    assert finished.outcomes == [RowOutcome.OK], "there is nothing to clear"
+    store.hang_up()
+    client.poll()
+    assert store.starts == 1, "the old process still has the root"
+    store.has_ended = True
+    client.poll()
+    assert store.starts == 2, "at once"
+    assert client.restarts == 0
+    client.poll()
+    assert client.is_up
+
+
+def test_a_store_that_does_not_come_back_after_a_clear_is_not_started_time_and_again(
+    client: StoreClient, store: PlayedStore, clock: Clock
+) -> None:
+    clear(client, store)
+    for _ in range(100):
+        store.hang_up()
+        store.has_ended = True
+        client.poll()
+        clock.now += 0.1
+    assert store.starts <= 2 + 10, "one at once, the others a second apart"
+
+
 def test_what_is_said_to_a_deaf_store_is_bounded(
     client: StoreClient, store: PlayedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,6 +252,25 @@ def test_stale_namespaces_make_room_oldest_first(memory_path: Path) -> None:
         )
 
 
+def test_what_nobody_will_open_again_makes_room_first(memory_path: Path) -> None:
+    options = options_for(memory_path / "root", ROW_BYTES, 24)
+    old, new = Identity("m", {"n": 0}), Identity("m", {"n": 1})
+    lost = Identity("m", {"n": 0}).unrepeatable("f00d")
+    assert lost.fingerprint not in (old.fingerprint, old.unrepeatable("beef").fingerprint)
+    for n, identity in enumerate((old, lost)):
+        with DiskStore.open(options) as store:
+            store.open_rows(identity, ROW_BYTES).write(KEYS[:8], filled_rows(KEYS[:8], ROW_BYTES))
+        os.utime(options.root / identity.directory / "zarr.json", (1000 + n, 1000 + n))
+    with DiskStore.open(options) as store:
+        rows = store.open_rows(new, ROW_BYTES)
+        for key in KEYS[:12]:
+            assert rows.write([key], filled_rows([key], ROW_BYTES)).outcomes == [OK]
+    assert not list((options.root / lost.directory).glob("rows/c/*/0"))
+    assert list((options.root / old.directory).glob("rows/c/*/0")), "though it is older"
+    with DiskStore.open(options) as store:
+        assert len(store.open_rows(old, ROW_BYTES)) > 0
+
+
 def test_a_new_namespace_on_a_full_disk_opens_and_declines(memory_path: Path) -> None:
     """Never down because of the disk: no room is no hits, not no start."""
     device = FaultyDevice(LocalDevice())

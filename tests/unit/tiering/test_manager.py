@@ -375,23 +375,56 @@ def test_reset_forgets_everything_also_below() -> None:
     assert is_idle(manager)
 
 
-def test_after_a_reset_nothing_is_written_under_the_name_of_the_old_weights() -> None:
+def test_after_a_reset_the_tiers_go_on() -> None:
     manager, tier, _ = make(4)
-    assert manager.reset()
-    manager.poll()
     store(manager, 1)
-    assert tier.jobs == {}
-    assert lookups(manager, "r", 1) == [HIT], "the region goes on"
+    tier.finish_all()
+    assert manager.reset()
+    manager.end_step()
+    store(manager, 1)
+    assert list(tier.jobs.values()) == [("write", keys(1))]
+    assert lookups(manager, "r", 1) == [HIT]
 
 
 def test_a_reset_that_the_disk_did_not_take_is_no_reset() -> None:
-    """Else a store process that is down now would serve the old rows once it is back."""
+    """Else a store process that is down now would serve the old rows once it is back, and rows of
+    new weights would be written among them."""
     manager, tier, _ = make(4, 9)
     tier.can_clear = False
     assert not manager.reset()
+    store(manager, 1)
+    assert tier.jobs == {}
     tier.can_clear = True
     assert manager.reset()
-    assert lookups(manager, "r", 9) == [MISS]
+    assert lookups(manager, "r", 1, 9) == [MISS, MISS]
+    store(manager, 1)
+    assert list(tier.jobs.values()) == [("write", keys(1))]
+
+
+def test_a_reset_drains_what_moves_and_promotes_nothing_of_before() -> None:
+    manager, tier, _ = make(8, 8, 9)
+    store(manager, 1, 2)
+    lookups(manager, "sent", 8)
+    manager.end_step()
+    lookups(manager, "unsent", 9)
+    job_ids = list(tier.jobs)
+    polls = 0
+    really_poll = tier.poll
+
+    def poll() -> list[FinishedJob]:
+        nonlocal polls
+        polls += 1
+        if polls in (3, 6):
+            tier.finish(job_ids.pop())
+        return really_poll()
+
+    tier.poll = poll  # type: ignore[method-assign]
+    assert manager.reset()
+    assert not job_ids, "it waited for both"
+    assert lookups(manager, "sent", 8, 9, 1) == [MISS] * 3
+    assert manager.primary.used_count == 0
+    assert manager.held_count == 0
+    assert is_idle(manager)
 
 
 def test_a_request_may_leave_the_disk_out() -> None:
