@@ -587,3 +587,24 @@ def test_nothing_is_made_in_a_root_that_somebody_removed_and_made_again(
     assert list(root.iterdir()) == []
     with DiskStore.open(harness.options) as other:
         assert other.has_root()
+
+
+def test_the_order_of_use_outlives_a_clock_that_jumps(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = FaultyHarness(memory_path / "root")  # 16 rows
+    ten_years_ns = 10 * 365 * 86400 * 10**9
+    for number, jump_ns in enumerate((0, ten_years_ns, -ten_years_ns, 0)):
+        now_ns = time.time_ns() + jump_ns
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
+            for key in KEYS[4 * number :][:4]:
+                assert harness.write([key]) == [OK]
+            harness.rows.touch([KEYS[0]])
+            if number == 2:
+                harness.reopen()
+    for key in KEYS[40:48]:
+        assert harness.write([key]) == [OK]
+    assert harness.keys() >= {KEYS[0], *KEYS[9:16], *KEYS[40:48]}
+    harness.check(harness.keys())
+    harness.close()
