@@ -192,6 +192,9 @@ class LocalDevice:
     def rename(self, source: Path, target: Path) -> None:
         with _translated("rename", source):
             os.rename(source, target)
+        for fd, path in list(self._paths.items()):
+            if path == source:
+                self._paths[fd] = target
 
     def read_file(self, path: Path) -> bytes:
         with _translated("read", path):

@@ -49,6 +49,16 @@ def test_a_file_that_ends_early_is_corrupt_not_old_bytes(tmp_path: Path) -> None
     device.close(fd)
 
 
+def test_an_error_names_the_file_as_it_is_called_now(tmp_path: Path) -> None:
+    device = LocalDevice()
+    fd = device.open(tmp_path / "made.partial", create=True)
+    device.rename(tmp_path / "made.partial", tmp_path / "made")
+    with pytest.raises(DeviceError) as error:
+        device.truncate(fd, -1)
+    assert error.value.path == tmp_path / "made"
+    device.close(fd)
+
+
 def test_a_write_of_nothing_is_an_error_not_a_loop(tmp_path: Path) -> None:
     class Stuck(LocalDevice):
         def pwritev(self, *_: object) -> int:
