@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import typer
 
+from scripts import metrics_reference
 from scripts.config_reference import REFERENCE, reference
 from storage.codec import CODEC_NAMES, NO_CODEC
 from storage.header import decode_header
@@ -41,6 +42,12 @@ def test_docs_of_the_settings_are_those_of_the_code() -> None:
     for kind in (Settings, DiskSettings):
         for field in msgspec.structs.fields(kind):
             assert f"{field.encode_name}`\n" in reference()
+
+
+def test_docs_of_the_metrics_are_those_of_the_code() -> None:
+    expected = metrics_reference.reference()
+    found = metrics_reference.REFERENCE.read_text()
+    assert found == expected, "run python -m scripts.metrics_reference"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
