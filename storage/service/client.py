@@ -30,7 +30,7 @@ import msgspec
 from storage.changes import ChangeLog, Changes
 from storage.errors import StorageError
 from storage.facts import RowFacts
-from storage.namespace import Identity
+from storage.namespace import NONCE, Identity
 from storage.options import StoreOptions
 from storage.service import messages
 from storage.service.messages import (
@@ -541,7 +541,12 @@ class StoreClient:
         """Have the process end, and a new one serve a namespace that is empty."""
         assert self._connection is not None
         self._is_renewing = self._is_hanging_up = True
-        self._identity = self._identity.unrepeatable(secrets.token_hex(16))
+        nonce = secrets.token_hex(16)
+        self._identity = self._identity.unrepeatable(nonce)
+        self._smaller = tuple(
+            msgspec.structs.replace(kind, identity={**kind.identity, NONCE: nonce})
+            for kind in self._smaller
+        )
         self._ready = False
         self._unsent.clear()
         with contextlib.suppress(OSError):

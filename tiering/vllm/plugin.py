@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from storage.errors import ConfigError
-from tiering.config import Config, refuse_shared_root
-from tiering.tier_config import DISK_TIER, check_tiers
+from tiering.config import DISK_TIER, Config, refuse_shared_root
+from tiering.tier_config import check_tiers
 
 log = logging.getLogger("kvtier.vllm")
 
