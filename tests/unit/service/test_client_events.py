@@ -8,6 +8,7 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -60,6 +61,7 @@ def present(client: StoreClient, numbers: range) -> set[RowKey]:
     return {key(n) for n in numbers if key(n) in client}
 
 
+@pytest.mark.slow
 def test_a_follower_of_a_real_store(
     client: StoreClient, region: FakeRegion, options: StoreOptions
 ) -> None:

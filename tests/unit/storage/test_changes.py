@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -84,3 +85,4 @@ class Followed(RuleBasedStateMachine):
 
 
 TestFollowed = Followed.TestCase
+TestFollowed.settings = settings(max_examples=50)

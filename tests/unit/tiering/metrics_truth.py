@@ -3,7 +3,7 @@
 A history does things to a real part of kvtier, counts them by its own means (outcomes that it was
 handed, files, seconds on its own clock), and returns the samples with that truth.  Each metric
 must be checked by some history, and each series must have moved in one: see
-`test_metrics_complete.py`.
+`test_metrics_truth.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
@@ -86,4 +87,5 @@ class FollowedManager(ManagerMachine):
 
 
 TestFollowedManager = FollowedManager.TestCase
+TestFollowedManager.settings = settings(max_examples=50)
 del ManagerMachine  # or its own tests run here again

@@ -1,4 +1,4 @@
-"""What the metrics say of a store, beside what was done to it and seen on its disk."""
+"""Histories: what the metrics say of a store, beside what was done to it and seen on its disk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from storage.device import LocalDevice, SpaceStat
 from storage.drives import open_store
@@ -489,8 +487,3 @@ HISTORIES: dict[str, History] = {
     "no descriptors": no_space(errno.EMFILE, "open", "descriptors", ""),
     "no new files": no_space(errno.EIO, "make_directory", "device", ""),
 }
-
-
-@pytest.mark.parametrize("name", HISTORIES)
-def test_metrics_of_the_store(name: str, memory_path: Path) -> None:
-    assert HISTORIES[name](memory_path).lies() == []

@@ -1,10 +1,8 @@
-"""What the metrics say of a manager, beside what its calls answered and its tier was asked."""
+"""Histories: what the metrics say of a manager, beside what it answered and its tier was asked."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
 
 from storage.types import RowOutcome
 from tests.unit.tiering.fakes import HIT, MISS, PENDING, FakeTier, keys, lookups, make, store
@@ -296,8 +294,3 @@ HISTORIES: dict[str, History] = {
     reason: held_back_for(reason)
     for reason in ("region share", "slow", "stalled", "failing", "disk state")
 }
-
-
-@pytest.mark.parametrize("name", HISTORIES)
-def test_metrics_of_the_manager(name: str, tmp_path: Path) -> None:
-    assert HISTORIES[name](tmp_path).lies() == []
