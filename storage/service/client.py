@@ -472,7 +472,8 @@ class StoreClient:
     def _handle(self, reply: messages.Reply) -> None:
         match reply:
             case Done(job_id, outcomes, bytes_moved, seconds):
-                count = self._jobs.get(job_id) or self._given_up.get(job_id)
+                owed = self._jobs if job_id in self._jobs else self._given_up
+                count = owed.get(job_id)
                 if count != len(outcomes):
                     raise ValueError(f"{len(outcomes)} outcomes of job {job_id}")
                 decoded = _decode_outcomes(outcomes)

@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import tests.integration.quiet_vllm  # isort: skip  # noqa: F401
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.kv_offload.base import Locality, Medium
 
 from storage.device import LocalDevice
 from storage.service import server
@@ -22,7 +26,9 @@ from storage.testing.faulty import FaultyDevice, Wait
 from tests.integration.vllm_tiers import (
     ROW_BYTES,
     Engine,
+    key_of,
     known_identity,
+    number_of,
     patience,
     threaded_store,
 )
@@ -106,6 +112,41 @@ def test_secondary_tier_beside_vllms_fs_tier(root: Path, memory_path: Path, is_f
     for number in range(18):
         assert engine.load(number, patience())
     engine.close()
+
+
+@pytest.mark.usefixtures("threaded_store")
+def test_secondary_tier_tells_events_of_what_is_on_disk(root: Path) -> None:
+    """Stored and removed, and at a start what is found; nothing where events are off."""
+
+    def told(engine: Engine) -> dict[int, bool]:
+        """Chunks, and whether the last event of each said stored."""
+        engine.settle()
+        events = [event for event in engine.events if event.medium is Medium.STORAGE]
+        engine.events.clear()
+        assert {event.locality for event in events} <= {Locality.LOCAL}
+        return {number_of(key): not event.removed for event in events for key in event.keys}
+
+    settings = disk(root, budget="1MB", segment_size="64KiB", reserve=0)
+    engine = Engine(SLOTS, settings, enable_kv_cache_events=True)
+    assert engine.store(range(6))
+    assert told(engine) == dict.fromkeys(range(6), True)
+    assert told(engine) == {}
+    for first in range(6, 126, 6):
+        assert engine.store(range(first, first + 6))
+        engine.settle()
+    later = told(engine)
+    on_disk = {n for n in range(126) if key_of(n) in engine.client}
+    assert 0 < len(on_disk) < 126
+    assert {n for n in range(126) if later.get(n, n < 6)} == on_disk
+    engine.close()
+
+    again = Engine(SLOTS, settings, enable_kv_cache_events=True)
+    assert told(again) == dict.fromkeys(on_disk, True)
+    again.close()
+    silent = Engine(SLOTS, settings)
+    assert silent.store([3])
+    assert told(silent) == {}
+    silent.close()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ import tests.integration.quiet_vllm  # isort: skip  # noqa: F401
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
+    OffloadingEvent,
     OffloadKey,
     ReqContext,
     ScheduleEndContext,
@@ -75,6 +76,10 @@ def key_of(number: int) -> OffloadKey:
     return make_offload_key(number.to_bytes(32, "big"), 0)
 
 
+def number_of(key: OffloadKey) -> int:
+    return int.from_bytes(key[:32], "big")
+
+
 def row_of(number: int) -> np.ndarray[Any, np.dtype[np.int8]]:
     """int8[ROW_BYTES]: what the chunk `number` holds, and no other."""
     return np.random.default_rng(number).integers(-128, 128, ROW_BYTES, np.int8)
@@ -127,6 +132,7 @@ class Engine:
         self.manager = self.spec.get_manager()
         self._view = np.asarray(self.manager.primary_tier.get_kv_memoryview())
         self._requests = itertools.count()
+        self.events: list[OffloadingEvent] = []
 
     @property
     def disk(self) -> Any:
@@ -140,7 +146,9 @@ class Engine:
         return client
 
     def step(self) -> None:
+        """The end of one, as vLLM's connector has it."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self.events += self.manager.take_events()
 
     @contextlib.contextmanager
     def request(self) -> Iterator[ReqContext]:

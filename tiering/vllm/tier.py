@@ -32,6 +32,7 @@ from tiering.metrics import OF_STORE, Increments, StoreFigures, collect_store
 from tiering.region import is_mapping_of
 from tiering.tier import DiskTier
 from tiering.tier_config import check_tiers
+from tiering.vllm.events import EventStream
 from tiering.vllm.identity import display_name, identity_of_rows
 from tiering.vllm.plugin import configure_logging
 from tiering.vllm.stats import connector_stats, metric_definitions
@@ -69,6 +70,9 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]
             raise
         self._tier = DiskTier(self._client)
         self._increments = Increments()
+        self._events = EventStream()
+        if offloading_spec.kv_events_config.enable_kv_cache_events:
+            self._events.add_disk(tier_type, self._client)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -111,7 +115,10 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]
         ]
 
     def has_pending_work(self) -> bool:
-        return self._tier.pending_jobs > 0
+        return self._tier.pending_jobs > 0 or self._events.is_pending
+
+    def take_events(self) -> Iterable[Any]:
+        return self._events.take()
 
     def drain_jobs(self) -> None:
         """Called when vLLM resets its cache, as it does for new weights.

@@ -119,6 +119,14 @@ def test_slots_are_nobodys_until_the_process_is_gone(
     assert client.is_up
 
 
+def test_a_job_without_keys_ends_like_any_other(client: StoreClient, store: PlayedStore) -> None:
+    job = client.read([], [])
+    store.say(Done(job, b"", 0, 0.0))
+    [finished] = client.poll()
+    assert (finished.job_id, finished.outcomes) == (job, [])
+    assert not store.is_killed
+
+
 def test_slots_of_rows_that_hang_are_nobodys_until_released(
     client: StoreClient, store: PlayedStore
 ) -> None:
