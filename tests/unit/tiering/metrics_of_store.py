@@ -14,7 +14,9 @@ from pathlib import Path
 
 from storage.device import LocalDevice, SpaceStat
 from storage.drives import open_store
-from storage.namespace import Identity
+from storage.jobs import JobResult
+from storage.kinds import KindRows
+from storage.namespace import Identity, WantedRows
 from storage.options import DriveOptions, StoreOptions
 from storage.segment import segment_path
 from storage.service.client import RegionRows, StoreClient
@@ -411,6 +413,40 @@ def harness_identity(path: Path) -> Identity:
     return Identity("test/model", {"layout": path.name})
 
 
+def rows_of_two_sizes(path: Path) -> Observation:
+    """Of two KV-cache groups: each row counts with the bytes that it uses."""
+    large, small = 2 * ROW, ROW
+    store = open_store(options_for(path / "root", large, 64))
+    try:
+        identities = [Identity("test/model", {"group": name}) for name in ("large", "small")]
+        wanted = [
+            WantedRows(identity, row_bytes, None)
+            for identity, row_bytes in zip(identities, (large, small), strict=True)
+        ]
+        largest, smaller = store.open_all(wanted)
+        rows = KindRows(largest, {1: smaller})
+        keys = [RowKey(key[:-4] + bytes([0, 0, 0, n % 2])) for n, key in enumerate(K[:7])]
+        results: list[JobResult] = []
+        rows.submit_write(keys, filled_rows(keys, large), results.append)
+        wait_until(lambda: len(results) == 1)
+        rows.submit_read(keys, aligned_rows(7, large), results.append)
+        wait_until(lambda: len(results) == 2)
+        assert [set(result.outcomes) for result in results] == [{OK}, {OK}]
+        said = list(collect_store(StoreFigures(figures_of(store, rows), True, 0)))
+    finally:
+        store.close()
+    return Observation(
+        said,
+        {
+            of_disk(metrics.WRITE_BYTES): 4 * large + 3 * small,
+            of_disk(metrics.READ_BYTES): 4 * large + 3 * small,
+            of_disk(metrics.DISK_ROWS): 7,
+            **by_label(metrics.ROWS_WRITTEN, {"ok": 7}),
+            **by_label(metrics.ROWS_READ, {"ok": 7}),
+        },
+    )
+
+
 def a_store_process_that_dies(path: Path) -> Observation:
     """What the processes counted is added up, whatever was seen of it in between; what they
     measured is the last one's."""
@@ -476,6 +512,7 @@ HISTORIES: dict[str, History] = {
         rows_scrubbed,
         rows_under_a_codec,
         two_drives,
+        rows_of_two_sizes,
         a_store_process_that_dies,
     )
 } | {
