@@ -127,6 +127,31 @@ def test_the_dashboard_has_panels_that_do_not_overlap() -> None:
         taken |= cells
 
 
+_OPERAND = re.compile(r"(?:sum without \(([^)]*)\)\s*\(\s*)?(?:\w+\()?(kvtier:\w+)")
+_IGNORING = re.compile(r"ignoring \(([^)]*)\)")
+
+
+def labels_left(expression: str) -> set[frozenset[str]]:
+    """The labels by which the series of an expression are matched with each other."""
+    ignored = {word.strip() for words in _IGNORING.findall(expression) for word in words.split(",")}
+    return {
+        frozenset(EXPORTED[name].labels) - {word.strip() for word in without.split(",")} - ignored
+        for without, name in _OPERAND.findall(expression)
+    }
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_alerts_compare_series_that_have_the_same_labels(rule: dict[str, Any]) -> None:
+    """Prometheus finds nothing, and says nothing, where one side has a label more."""
+    assert len(labels_left(rule["expr"])) == 1
+
+
+def test_the_check_of_labels_can_fail() -> None:
+    corrupt = "sum without (outcome) (increase(kvtier:rows_read_total[1h]))"
+    assert len(labels_left(f"{corrupt} + increase(kvtier:disk_external_removals_total[1h])")) == 1
+    assert len(labels_left(f"{corrupt} + increase(kvtier:chunk_misses_total[1h])")) == 2
+
+
 def test_alerts_cover_what_an_operator_must_know() -> None:
     names = {rule["alert"] for rule in rules()}
     assert names >= {
