@@ -503,6 +503,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager, self.tier, self.clock = make(4, 0, 1, 2, 3, 4, 5)
         self.loads: list[set[RowKey]] = []
         self.stores: list[set[RowKey]] = []
+        self.hung: list[tuple[int, int]] = []
 
     @rule(request=requests, start=numbers, count=st.integers(1, 6))
     def look_up_and_load(self, request: str, start: int, count: int) -> None:
@@ -540,6 +541,23 @@ class ManagerMachine(RuleBasedStateMachine):
     def end_job(self, outcome: RowOutcome) -> None:
         self.tier.finish(next(iter(self.tier.jobs)), outcome)
 
+    @precondition(lambda self: self.tier.jobs)
+    @rule()
+    def hang(self) -> None:
+        job_id, (_, names) = next(iter(self.tier.jobs.items()))
+        self.hung += [(job_id, position) for position in range(len(names))]
+        self.tier.finish(job_id, RowOutcome.HUNG)
+
+    @precondition(lambda self: self.hung)
+    @rule()
+    def let_go(self) -> None:
+        self.manager.poll()  # a release comes after the report
+        self.tier.released.append(self.hung.pop())
+
+    @rule(takes_writes=st.booleans())
+    def change_state(self, takes_writes: bool) -> None:
+        self.tier.takes_writes = takes_writes
+
     @rule()
     def step(self) -> None:
         self.manager.end_step()
@@ -563,7 +581,10 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.complete_load(load)
         for stored in self.stores:
             self.manager.complete_store(stored)
-        for _ in range(3):
+        self.tier.takes_writes = True
+        self.manager.poll()
+        self.tier.released += self.hung
+        for _ in range(6):
             self.tier.finish_all()
             self.manager.end_step()
         assert is_idle(self.manager)

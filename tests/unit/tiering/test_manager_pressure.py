@@ -165,6 +165,22 @@ def test_one_request_has_one_budget_however_often_it_is_preempted() -> None:
     assert lookups(manager, "other", 6) == [PENDING]
 
 
+def test_a_request_that_loads_without_what_is_still_pending_waits_no_longer() -> None:
+    """As one with a sliding window does."""
+    manager, tier, clock = make(8)
+    store(manager, 1)
+    tier.finish_all()
+    assert manager.prepare_store(keys(2)) is not None
+    for _ in range(4):
+        manager.end_step()
+        assert lookups(manager, "r", 1, 2) == [HIT, PENDING]
+        manager.prepare_load(keys(1), "r")
+        manager.complete_load(keys(1))
+        clock.now += 4.0  # it runs, and is preempted
+    manager.finish("r")
+    assert manager.counters.promotions_timed_out == 0
+
+
 def test_a_silence_of_the_engine_is_not_all_charged_to_the_request() -> None:
     manager, _, clock = make(8, 1, 2)
     assert lookups(manager, "r", 1) == [PENDING]
