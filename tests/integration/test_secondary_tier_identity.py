@@ -65,6 +65,12 @@ def test_identity_that_cannot_be_established_is_refused(count: int) -> None:
     del made
 
 
+def test_identity_of_adapters_is_not_known_to_a_tier() -> None:
+    tier.refuse_adapters(SimpleNamespace(lora_config=None))
+    with pytest.raises(ConfigError, match=r"--enable-lora: expected none, or .*KvtierConnector"):
+        tier.refuse_adapters(SimpleNamespace(lora_config=object()))
+
+
 class OtherSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """Its worker may place pages elsewhere."""
 

@@ -27,6 +27,7 @@ from tests.integration.conftest import transfer_config
 from tiering.rows import RowLayout, row_identity
 from tiering.topology import LayerFacts, Parallelism
 from tiering.vllm import identity as identity_module
+from tiering.vllm.connector import KvtierConnector
 from tiering.vllm.identity import display_name, identities
 from tiering.weights import CONTENT, SAMPLED
 
@@ -315,6 +316,25 @@ def test_identity_has_a_name_for_people(tmp_path: Path, path: str, name: str) ->
     if model != path:
         Path(model).mkdir(parents=True)
     assert display_name(types.SimpleNamespace(model=model)) == name
+
+
+def test_identity_of_weights_that_come_later_is_refused(config: Any) -> None:
+    config.weight_transfer_config = object()
+    with pytest.raises(ConfigError, match="--weight-transfer-config: expected none where a disk"):
+        fingerprint(config)
+
+
+def test_spec_of_a_second_engine_of_the_node_needs_a_root_of_its_own(config: Any) -> None:
+    """However vLLM was told of the engines: in one that serves a model without experts, nothing
+    but its own rank is left of it."""
+    config.parallel_config.data_parallel_index = 3
+    config.parallel_config.data_parallel_rank_local = 0
+    KvtierConnector.get_required_kvcache_layout(config)
+    config.parallel_config.data_parallel_rank_local = 1
+    with pytest.raises(ConfigError, match=r"\.disk\.root: expected a root for each of the 2"):
+        KvtierConnector.get_required_kvcache_layout(config)
+    config.kv_transfer_config.kv_connector_extra_config["disk"]["root"] = "/nowhere/{dp_rank}"
+    KvtierConnector.get_required_kvcache_layout(config)
 
 
 # -- every field of vLLM's classes is judged ------------------------------------------------------

@@ -100,6 +100,13 @@ def identity_of_rows(
 ) -> Identity:
     """As `identities`, of rows whose own layout `rows` describes."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    if vllm_config.weight_transfer_config is not None:
+        raise ConfigError(
+            "--weight-transfer-config",
+            "none where a disk keeps KV: weights that come while the engine runs are not those of "
+            "the files that its rows are known by",
+            "one",
+        )
     values: dict[str, Json] = {
         "engine": f"vllm {vllm_version}",
         **_model_identity(model, vllm_config.load_config, weights),

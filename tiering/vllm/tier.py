@@ -178,6 +178,7 @@ def _options(spec: Any, tier_type: str, settings: dict[str, Any]) -> StoreOption
 def _connect(spec: Any, view: memoryview, options: StoreOptions) -> StoreClient:
     rows = region_rows(spec, view)
     vllm_config = _engine_config(spec)
+    refuse_adapters(vllm_config)
     name = tier_identity(spec, vllm_config)
     config = spec.config
     ranks = config.parallel.world_size
@@ -227,6 +228,17 @@ def region_rows(spec: Any, view: memoryview) -> RegionRows:
     if not is_mapping_of(address, fd):
         raise LayoutMismatch("vLLM's region", "a view of the start of its file", hex(address))
     return RegionRows(fd, 0, row_bytes, row_count)
+
+
+def refuse_adapters(vllm_config: Any) -> None:
+    """vLLM's keys have an adapter's name and path, not its files, and a tier sees keys alone: what
+    it keeps over a restart may be of an adapter that was trained again.  Raises `ConfigError`."""
+    if vllm_config.lora_config is not None:
+        raise ConfigError(
+            "--enable-lora",
+            'none, or "kv_connector": "KvtierConnector", which tells adapters apart by their files',
+            "LoRA above a disk tier of vLLM's own spec",
+        )
 
 
 def tier_identity(spec: Any, vllm_config: Any) -> Identity:
