@@ -453,7 +453,10 @@ class TieringManager:
         return True
 
     def close(self) -> None:
-        """End the tiers, which first write what they were given.  The region is idle then."""
+        """End the tiers, which first write what they lack of the region.  It is idle then."""
+        now = self._now()
+        for transfers in self.tiers.values():
+            transfers.offer_rest(now)
         for transfers in self.tiers.values():
             transfers.tier.close()
 

@@ -171,6 +171,14 @@ class TierTransfers:
         self._writes[job_id] = _Write(keys, self.gate.started(len(keys), now))
         self._offer_at.update(dict.fromkeys(keys, math.inf))
 
+    def offer_rest(self, now: float) -> None:
+        """The engine ends, and the region is nobody else's: write what waits, unless the tier takes
+        no writes."""
+        if self.is_offering and self.gate.closed is None and self.tier.takes_writes:
+            batch, self._backlog = self._backlog, {}
+            for _, of_one_offer in groupby(batch.items(), itemgetter(1)):
+                self._write([key for key, _ in of_one_offer], now)
+
     def note_evicted(self, keys: Iterable[RowKey]) -> None:
         """Chunks left the region."""
         if not self._offer_at and not self._backlog:

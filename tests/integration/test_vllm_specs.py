@@ -254,6 +254,9 @@ def test_a_disk_below_ranks_without_a_region_is_refused_before_anything_is_made(
     disk = {"root": "/nowhere", "budget": "1GB"}
     with pytest.raises(ConfigError, match=r"extra_config\.disk: expected none, or all ranks"):
         Engine(parallel, [LATENT, LATENT], disk=disk)
+    tier = {"type": "disk", "name": "nvme", **disk}
+    with pytest.raises(ConfigError, match=r"extra_config\.secondary_tiers: expected none, or all"):
+        Engine(parallel, [LATENT, LATENT], secondary_tiers=[tier])
 
 
 def test_every_metric_that_is_sent_is_defined() -> None:

@@ -59,7 +59,8 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
             config.extra_config, dp_rank=config.parallel.data_parallel_index
         )
         if self._config.stores:
-            _refuse_disk_without_region(facts.parallel)
+            setting = "disk" if config.extra_config.get("disk") else "secondary_tiers"
+            _refuse_disk_without_region(facts.parallel, setting)
         self._facts = facts
         self._vllm_config = vllm_config
         self._manager: VllmManager | None = None
@@ -220,12 +221,12 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
         return clients
 
 
-def _refuse_disk_without_region(parallel: Parallelism) -> None:
+def _refuse_disk_without_region(parallel: Parallelism, setting: str) -> None:
     """The store process moves rows of the one region that all ranks share.  Raises
     `ConfigError`."""
     if not parallel.shares_region:
         raise ConfigError(
-            "kv_connector_extra_config.disk",
+            f"kv_connector_extra_config.{setting}",
             "none, or all ranks as processes of this node (--distributed-executor-backend mp): "
             "the disk holds rows of a region that they share",
             f"{parallel.world_size} ranks that share none",

@@ -215,6 +215,9 @@ def test_an_engine_of_a_data_parallel_rank_has_a_root_of_its_own() -> None:
             f"\"{root}/{{dp_rank}}\", got '{root}'"
         )
     refuse_shared_root({"cpu_bytes_to_use": "1GB"}, 2)
+    refuse_shared_root(_tiers({"root": "/a/{dp_rank}"}, {"root": "/b/{dp_rank}"}), 2)
+    with pytest.raises(ConfigError, match=r"extra_config\.secondary_tiers\[1\]\.root: expected a"):
+        refuse_shared_root(_tiers({"root": "/a/{dp_rank}"}, {"root": "/b"}), 2)
 
 
 @pytest.mark.parametrize(

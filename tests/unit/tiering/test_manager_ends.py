@@ -23,6 +23,7 @@ from tests.unit.tiering.fakes import (
     keys,
     lookups,
     make,
+    store,
 )
 from tiering.manager import TieringManager
 from tiering.primary import PrimaryTier
@@ -129,6 +130,19 @@ def test_the_engine_keeps_stepping_until_the_last_result_is_in() -> None:
     assert manager.has_pending_work()
     manager.end_step()
     assert not manager.has_pending_work()
+
+
+def test_at_the_end_of_the_engine_what_was_held_back_is_written() -> None:
+    for takes_writes in (True, False):
+        manager, tier, _ = make(8)
+        store(manager, 1, 2, 3, 4, 5, 6)
+        store(manager, 7)
+        assert [names for _, names in tier.jobs.values()] == [keys(1, 2, 3, 4)]
+        tier.takes_writes = takes_writes
+        manager.close()
+        rest = [keys(5, 6), keys(7)] if takes_writes else []
+        assert [names for _, names in tier.jobs.values()] == [keys(1, 2, 3, 4), *rest]
+        assert tier.closed
 
 
 class DeafStore:
