@@ -63,7 +63,7 @@ _BACKOFF_S_MIN = 1.0
 _BACKOFF_S_MAX = 60.0
 _EXIT_TIMEOUT_S = 40.0  # of the store process: longer than its own wait for I/O
 _KILL_TIMEOUT_S = 5.0  # after SIGKILL; only a hung disk takes longer
-_REFUSING = (DiskState.READ_ONLY.value, DiskState.SUSPENDED.value)
+_REFUSING = {DiskState.READ_ONLY.value, DiskState.SUSPENDED.value}
 
 
 class StoreRefused(StorageError):
@@ -156,6 +156,7 @@ class StoreClient:
         self._given_up: dict[int, int] = {}  # as `_jobs`, of jobs reported as HUNG unanswered
         self._silence = SilenceWatch(options.read_timeout_s, options.write_timeout_s, now)
         self._is_silent = False
+        self._a_drive_takes_writes = True
         self._clearing: int | None = None  # job id of the last `clear`
         self._is_renewing = False  # from a `clear` until a process serves the new namespace
         self._is_hanging_up = False  # the first part of that: until the old process is gone
@@ -241,8 +242,8 @@ class StoreClient:
 
     @property
     def takes_writes(self) -> bool:
-        """Whether the disk takes writes, as far as is known: else they are declined at once."""
-        return self.is_up and self.usage.state not in _REFUSING
+        """Whether a drive takes writes, as far as is known: else they are declined at once."""
+        return self.is_up and self._a_drive_takes_writes
 
     @property
     def write_rows_max(self) -> int:
@@ -499,6 +500,8 @@ class StoreClient:
             case Usage():
                 before = self._usage_before
                 self.usage = reply if before is None else reply.after(before)
+                states = {of.state for of in reply.roots.values()}
+                self._a_drive_takes_writes = not states or not states <= _REFUSING
             case Attached(pid, slots_per_segment, segment_bytes, direct):
                 log.info(
                     "store process %d: segments of %d rows, %d bytes, %s I/O",

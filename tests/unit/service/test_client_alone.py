@@ -16,7 +16,16 @@ from storage.namespace import Identity
 from storage.options import StoreOptions
 from storage.service import client as client_module
 from storage.service.client import RegionRows, StoreClient, StoreRefused
-from storage.service.messages import Done, Published, Ready, Released, Reply, encode_frame
+from storage.service.messages import (
+    Done,
+    Published,
+    Ready,
+    Released,
+    Reply,
+    RootUsage,
+    Usage,
+    encode_frame,
+)
 from storage.types import RowKey, RowOutcome
 
 KEY = RowKey(b"key")
@@ -176,6 +185,30 @@ def test_a_clear_without_a_store_has_failed(client: StoreClient, store: PlayedSt
     client.clear()
     [finished] = client.poll()
     assert finished.outcomes == [RowOutcome.FAILED]
+
+
+@pytest.mark.parametrize(
+    ("states", "takes_writes"),
+    [
+        (["growing"], True),
+        (["full"], True),
+        (["read-only"], False),
+        (["suspended"], False),
+        (["growing", "suspended"], True),
+        (["read-only", "suspended"], False),
+    ],
+)
+def test_writes_are_taken_as_long_as_one_drive_takes_them(
+    client: StoreClient, store: PlayedStore, states: list[str], takes_writes: bool
+) -> None:
+    assert client.takes_writes, "before anything is known"
+    roots = {str(number): RootUsage(9, 5, state) for number, state in enumerate(states)}
+    store.say(Usage(state=max(states), roots=roots))
+    client.poll()
+    assert client.takes_writes is takes_writes
+    store.hang_up()
+    client.poll()
+    assert not client.takes_writes
 
 
 def clear(client: StoreClient, store: PlayedStore) -> None:
