@@ -135,9 +135,12 @@ class StoreClient:
         now: Callable[[], float] = time.monotonic,
         facts: RowFacts | None = None,
         smaller: Sequence[SmallerRows] = (),
+        *,
+        stages_reads: bool = False,
     ) -> None:
         """`facts` are for those who look at the store; see `RowFacts`.  KV-cache groups whose rows
-        are `smaller` than those of `rows` have namespaces of their own."""
+        are `smaller` than those of `rows` have namespaces of their own.  With `stages_reads` a read
+        that hangs has FAILED, and leaves its slot, at the price of a copy of each row."""
         self.usage = Usage()
         """The latest figures, as sent with each finished job; counted over all store processes."""
         self.restarts = 0
@@ -146,6 +149,7 @@ class StoreClient:
         self._identity = identity
         self._facts = facts
         self._smaller = tuple(smaller)
+        self._stages_reads = stages_reads
         self._rows = replace(rows, fd=os.dup(rows.fd))
         self._spawn = spawn
         self._now = now
@@ -399,6 +403,7 @@ class StoreClient:
             rows_offset=self._rows.rows_offset,
             facts=self._facts,
             smaller=self._smaller,
+            stages_reads=self._stages_reads,
         )
         frame = messages.encode_frame([attach])
         ours.setblocking(False)

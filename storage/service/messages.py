@@ -19,7 +19,7 @@ from storage.facts import RowFacts
 from storage.options import StoreOptions
 from storage.types import RowKey
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 FRAME_HEAD = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20  # far above what a batch of jobs takes; more is a stranger talking
 
@@ -48,6 +48,8 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     facts: RowFacts | None = None
     smaller: tuple[SmallerRows, ...] = ()
     """Rows of groups that have namespaces of their own; all others are of `row_bytes`."""
+    stages_reads: bool = False
+    """Read by way of the store's memory, so that no read calls a row HUNG: see `staging`."""
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):

@@ -44,6 +44,7 @@ from storage.service.messages import (
     Withdrawn,
     Write,
 )
+from storage.service.staging import StagedReads
 from storage.store import DiskStore
 from storage.types import RowKey, RowOutcome
 
@@ -102,6 +103,7 @@ class Session:
         self.store = open_store(attach.options)
         try:
             self.rows = self._open_rows()
+            self._staged = self._stage() if attach.stages_reads else None
         except BaseException:
             self.store.close()
             raise
@@ -126,6 +128,12 @@ class Session:
             smaller |= dict.fromkeys(kind.groups, rows)
         return KindRows(opened[0], smaller)
 
+    def _stage(self) -> StagedReads:
+        options = self._attach.options
+        return StagedReads(
+            self.rows, self._attach.row_bytes, options.io_threads, options.read_timeout_s
+        )
+
     def start(self) -> None:
         """Send the index, and from then on every change of it."""
         geometry = self.rows.geometry
@@ -143,7 +151,11 @@ class Session:
         match request:
             case Read(job_id, keys, slots):
                 buffers = [self._row(slot) for slot in slots]
-                self.rows.submit_read(_row_keys(keys), buffers, *self._reporters(job_id))
+                report, release = self._reporters(job_id)
+                if self._staged is not None:
+                    self._staged.submit(_row_keys(keys), buffers, report)
+                else:
+                    self.rows.submit_read(_row_keys(keys), buffers, report, release)
             case Write(job_id, keys, slots):
                 buffers = [self._row(slot) for slot in slots]
                 self.rows.submit_write(_row_keys(keys), buffers, *self._reporters(job_id))

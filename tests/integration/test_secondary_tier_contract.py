@@ -190,6 +190,30 @@ def test_secondary_tier_keeps_the_slots_of_a_store_that_hangs(
     engine.close()
 
 
+@pytest.mark.usefixtures("threaded_store")
+def test_secondary_tier_misses_what_hangs_and_gives_the_slot_back(
+    root: Path, device: FaultyDevice, hang: Wait
+) -> None:
+    """A request does not wait for a disk that hangs, and what the disk delivers in the end goes
+    nowhere: other chunks have the slot."""
+    engine = Engine(SLOTS, disk(root, read_timeout_s=0.3))
+    assert engine.store(range(6))
+    engine.settle()
+    assert engine.store(range(10, 16))
+    engine.settle()
+    device.add(hang, "preadv", when=lambda op: op.size_bytes >= ROW_BYTES, times=1)
+    assert not engine.load(0, patience())
+    assert hang.reached.is_set()
+    assert not engine.manager.has_pending_work()
+    assert engine.store(range(20, 26)), "every slot is free"
+    hang.event.set()
+    engine.settle()
+    for number in (1, *range(20, 26)):
+        assert engine.load(number, patience())
+        engine.settle()
+    engine.close()
+
+
 def test_secondary_tier_survives_the_death_of_its_process(root: Path) -> None:
     """A real process, killed while it writes and again while it reads."""
     engine = Engine(SLOTS, disk(root))

@@ -190,7 +190,7 @@ def _connect(spec: Any, view: memoryview, options: StoreOptions) -> StoreClient:
         row_bytes_without_dedup=round_up(chunk_bytes * ranks, PAGE_BYTES),
         model_name=display_name(vllm_config.model_config),
     )
-    client = StoreClient(options, name, rows, facts=facts)
+    client = StoreClient(options, name, rows, facts=facts, stages_reads=True)
     client.connect(_CONNECT_TIMEOUT_S)
     log.info(
         "disk tier %s: budget %s (%d bytes) for the whole root, namespace %s, %d rows found; "
