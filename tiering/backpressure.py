@@ -4,7 +4,7 @@ A cascade pins its chunks in the region until the tier is through with them.  So
 slow, stands still or refuses is not offered more than it takes in good time, and a chunk that is
 not offered is not pinned: it stays where it is, and is offered when the tier takes rows again.
 
-All rows of a region have one size, so time per row is time per byte.
+Time is counted per row: rows of several sizes, those of KV-cache groups, come mixed in every offer.
 """
 
 from __future__ import annotations

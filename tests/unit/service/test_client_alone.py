@@ -17,14 +17,18 @@ from storage.options import StoreOptions
 from storage.service import client as client_module
 from storage.service.client import RegionRows, StoreClient, StoreRefused
 from storage.service.messages import (
+    Attach,
     Done,
+    FrameSplitter,
     Published,
     Ready,
     Released,
     Reply,
     RootUsage,
+    SmallerRows,
     Usage,
     encode_frame,
+    request_decoder,
 )
 from storage.types import RowKey, RowOutcome
 
@@ -52,6 +56,14 @@ class PlayedStore:
     def say(self, *replies: Reply) -> None:
         assert self.connection is not None
         self.connection.sendall(encode_frame(list(replies)))
+
+    def attached(self) -> Attach:
+        """What the client said first."""
+        assert self.connection is not None
+        [body] = FrameSplitter().feed(self.connection.recv(1 << 20))
+        [attach] = request_decoder.decode(body)
+        assert isinstance(attach, Attach)
+        return attach
 
     def hang_up(self) -> None:
         assert self.connection is not None
@@ -99,6 +111,7 @@ def client(store: PlayedStore, clock: Clock) -> Iterator[StoreClient]:
         RegionRows(fd, 4096, 4096, 8),
         store.spawn,
         clock,
+        smaller=[SmallerRows((1,), {"group": 1}, 4096)],
     )
     os.close(fd)
     made.connect(5.0)
@@ -238,6 +251,26 @@ def test_after_a_clear_nothing_waits_and_the_next_process_is_no_failure(
     assert client.restarts == 0
     client.poll()
     assert client.is_up
+
+
+def test_each_clear_gives_the_rows_of_every_size_another_name(
+    client: StoreClient, store: PlayedStore
+) -> None:
+    attached = [store.attached()]
+    for _ in range(2):
+        clear(client, store)
+        store.hang_up()
+        store.has_ended = True
+        for _ in range(3):  # the end, the start, the index
+            client.poll()
+        assert client.is_up
+        attached.append(store.attached())
+    names = [
+        {str(attach.identity), *(str(kind.identity) for kind in attach.smaller)}
+        for attach in attached
+    ]
+    assert [len(of_one) for of_one in names] == [2, 2, 2]
+    assert len(set.union(*names)) == 6
 
 
 def test_a_store_that_does_not_come_back_after_a_clear_is_not_started_time_and_again(

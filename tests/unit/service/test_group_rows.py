@@ -22,7 +22,6 @@ from tests.unit.service.test_client import (
     FakeRegion,
     content,
     wait,
-    wait_until_up,
 )
 
 OK = RowOutcome.OK
@@ -75,23 +74,6 @@ def read_all(client: StoreClient, region: FakeRegion) -> None:
         size = bytes_of(name)
         assert (region.rows[slot][:size] == content(position)[:size]).all()
         assert (region.rows[slot][size:] == 0x55).all()
-
-
-def test_groups_rows_of_the_time_after_a_clear_are_for_this_client_alone(
-    client: StoreClient, region: FakeRegion, options: StoreOptions
-) -> None:
-    client.clear()
-    assert wait(client)[0].outcomes == [OK]
-    wait_until_up(client)
-    for slot in range(len(KEYS)):
-        region.rows[slot] = content(slot)
-    client.write(KEYS, range(len(KEYS)))
-    assert wait(client)[0].outcomes == [OK] * len(KEYS)
-    read_all(client, region)
-    client.close()
-    later = connected(options, region)
-    assert len(later) == 0
-    later.close()
 
 
 def test_groups_rows_come_back_also_after_a_restart_and_weigh_their_own_bytes(
