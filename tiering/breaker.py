@@ -66,6 +66,10 @@ class ReadBreaker:
         """That read is on its way: no other one until it has ended."""
         self._probe_at = math.inf
 
+    def cancel_probe(self, now: float) -> None:
+        """It is not submitted after all."""
+        self._probe_at = now
+
     def _open(self, now: float) -> None:
         if not self.is_open:
             self.is_open = True

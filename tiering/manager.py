@@ -422,12 +422,12 @@ class TieringManager:
         Nobody says which weights the engine has from here on.  So what it writes below is for its
         own life: a restart, which establishes them anew, finds none of it.
         """
-        tiers = self.tiers.values()
+        now, tiers = self._now(), self.tiers.values()
         for transfers in tiers:
             transfers.stop_offering()
         for request in self._promoting:
             for name, keys in request.promoting.items():
-                self.tiers[name].drop(keys)
+                self.tiers[name].drop(keys, now)
                 self._requests.forget(keys)
             request.promoting.clear()
         self._promoting.clear()

@@ -126,10 +126,12 @@ class TierTransfers:
         """The chunk has a slot and is READING; `read` or `drop` follows."""
         self.promoting.add(key)
 
-    def drop(self, keys: list[RowKey]) -> None:
+    def drop(self, keys: list[RowKey], now: float) -> None:
         """These are not read after all."""
         self._primary.abandon(keys)
         self.promoting.difference_update(keys)
+        if self.breaker.is_open:
+            self.breaker.cancel_probe(now)
 
     def read(self, keys: list[RowKey], now: float) -> None:
         """Submit promotions that have begun."""

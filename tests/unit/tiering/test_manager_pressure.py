@@ -239,6 +239,26 @@ def test_a_probe_brings_the_disk_back() -> None:
     assert manager.held_count == 0
 
 
+def test_a_probe_that_a_reset_drops_is_not_the_last_one() -> None:
+    manager, tier, clock = make(8, *range(9))
+    lookups(manager, "r", 0)
+    manager.end_step()
+    clock.now += 5.0
+    manager.end_step()
+    tier.finish_all(RowOutcome.FAILED)
+    manager.end_step()
+    clock.now += 3.0
+    assert lookups(manager, "s", 1) == [MISS]
+    assert manager.primary.busy_count == 1, "the probe has a slot"
+    assert manager.reset()
+    tier.present.update(keys(2))
+    assert lookups(manager, "t", 2) == [MISS]
+    manager.end_step()
+    tier.finish_all()
+    manager.end_step()
+    assert lookups(manager, "u", 2) == [HIT]
+
+
 def test_reads_that_fail_time_after_time_are_not_tried_for_every_request() -> None:
     manager, tier, clock = make(8, *range(100))
     submitted = 0
