@@ -20,7 +20,7 @@ TESTKIT := $(wildcard scripts/testkit/* scripts/vllm_stub/*)
 
 help:  ## What there is to run
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
-	@echo 'make run takes MODEL=smollm2|tiny-mla|tiny-mla-gqa-draft|tiny-mqa|tiny-llama|tiny-qwen3,'
+	@echo 'make run takes MODEL=smollm2|tiny-mla|tiny-mla-gqa-draft|tiny-mqa|tiny-llama|tiny-qwen3|tiny-gemma3,'
 	@echo 'TP=1|2, or TP=2,1: restarted at another number of ranks, and ARGS="--keep --json out.json"'
 
 run: $(VLLM)  ## Serve a real model twice on one store: cold, then from kvtier's disk

@@ -32,6 +32,12 @@ SEED = 0
 # Far above the usual 0.02: greedy continuations differ, instead of repeating one token.
 WEIGHT_STD = 0.15
 BYTE_TOKENS = 259  # 256 bytes and <pad>, <s>, </s>
+# vLLM makes groups of two layers of these, as many as there are with full attention, and so of
+# those with a window two groups and one of a single layer.
+WINDOW_LAYERS = ("sliding_attention", "sliding_attention", "full_attention") * 2 + (
+    "sliding_attention",
+)
+WINDOW_TOKENS = 64
 
 
 class ModelError(Exception):
@@ -128,7 +134,7 @@ def byte_tokenizer(max_tokens: int) -> Any:
 
 
 def tiny_model(shape: Mapping[str, object], kind: str, latent_rank: int = 32) -> Any:
-    """A transformers model of one of the kinds "mla", "llama", "mqa" and "qwen3".
+    """A transformers model of one of the kinds "mla", "llama", "mqa", "qwen3" and "gemma3".
 
     `latent_rank` is the rank of an MLA model's compressed KV.
     """
@@ -142,6 +148,15 @@ def tiny_model(shape: Mapping[str, object], kind: str, latent_rank: int = 32) ->
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
     if kind == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, **heads))
+    if kind == "gemma3":
+        windows = {
+            "num_hidden_layers": len(WINDOW_LAYERS),
+            "layer_types": list(WINDOW_LAYERS),
+            "sliding_window": WINDOW_TOKENS,
+            "query_pre_attn_scalar": 32,
+        }
+        config = transformers.Gemma3TextConfig(**{**shape, **heads, **windows})
+        return transformers.Gemma3ForCausalLM(config)
     latent = {
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
@@ -173,7 +188,7 @@ def make_tiny(
     weight_std: float = WEIGHT_STD,
     embedding_std: float = WEIGHT_STD,
 ) -> None:
-    """Random fp32 weights of two layers, the same ones each time.
+    """Random fp32 weights of two layers (of gemma3 seven), the same ones each time.
 
     Models of equal `embedding_std` have the same embeddings and head, whatever their layers.
     """
@@ -249,6 +264,7 @@ RECIPES: Mapping[str, Callable[[Path], None]] = {
     "tiny-llama": partial(make_tiny, kind="llama"),
     "tiny-mqa": partial(make_tiny, kind="mqa"),
     "tiny-qwen3": partial(make_tiny, kind="qwen3"),
+    "tiny-gemma3": partial(make_tiny, kind="gemma3"),
     "recall-mla": partial(make_trained_recall, kind="mla"),
     "recall-gqa": partial(make_trained_recall, kind="llama"),
 }

@@ -35,6 +35,8 @@ class ModelPreset:
     serve_flags: tuple[str, ...] = ()
     draft_tokens: int = 0
     """Tokens that the draft model in `draft/` proposes per step; 0: there is none."""
+    row_layers: int = 0
+    """Layers in the largest row, of a model with several KV-cache groups; 0: there is one."""
 
     @property
     def path(self) -> Path:
@@ -62,11 +64,12 @@ class ModelPreset:
         return flags
 
     def kv_shapes(self) -> list[LayerShape]:
-        """The layers whose KV a block holds, those of the draft model last."""
+        """The layers whose KV a block holds, at most, those of the draft model last."""
         shapes = []
         for path in filter(None, (self.path, self.draft_path)):
             config = _numbers(path)
-            shapes += [LayerShape.of(config, self.dtype)] * config["num_hidden_layers"]
+            layers = self.row_layers or config["num_hidden_layers"]
+            shapes += [LayerShape.of(config, self.dtype)] * layers
         return shapes
 
     def row_bytes(self) -> int:
@@ -132,6 +135,8 @@ MODELS: Mapping[str, ModelPreset] = {
         # One KV head: all ranks hold the same.
         ModelPreset("tiny-mqa", 32, trained=False),
         ModelPreset("tiny-qwen3", 32, trained=False),
+        # Layers of full attention and of a window of 64 tokens: KV-cache groups of 2, 2, 2 and 1.
+        ModelPreset("tiny-gemma3", 32, trained=False, row_layers=2),
         # Trained for key-value recall and nothing else; scripts/lm_eval_runs.py scores them.
         ModelPreset(
             *("recall-mla", 16),

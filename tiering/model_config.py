@@ -70,9 +70,10 @@ def read_model_config(
     if dtype not in ELEMENT_BYTES:
         raise ConfigError("--dtype", f"one of {', '.join(ELEMENT_BYTES)}", dtype)
     if model.kind in _LATENT | _LATENT_WITH_INDEX:
-        layers, groups = _latent_layers(model, dtype), 1
+        layers = _latent_layers(model, dtype)
+        per_group: list[int] = []
     elif model.kind in _HEADED or model.kind in _PATTERNED:
-        layers, groups = _headed_layers(model, dtype)
+        layers, per_group = _headed_layers(model, dtype)
     else:
         raise model.not_understood(_why(model.kind))
     sparse = model.kind in _LATENT_WITH_INDEX
@@ -85,7 +86,8 @@ def read_model_config(
             msgspec.structs.replace(layer, page_bytes=tokens * layer.page_bytes) for layer in layers
         ),
         note=f"From {path}: {model.kind}, KV in {dtype}, pages without padding.",
-        groups=groups,
+        groups=max(1, len(per_group)),
+        layers_per_group=tuple(per_group),
     )
 
 
@@ -188,12 +190,12 @@ def _latent_layers(model: _ModelConfig, dtype: str) -> list[LayerKind]:
     ]
 
 
-def _headed_layers(model: _ModelConfig, dtype: str) -> tuple[list[LayerKind], int]:
-    """Bytes of one token and KV head, and the number of groups.
+def _headed_layers(model: _ModelConfig, dtype: str) -> tuple[list[LayerKind], list[int]]:
+    """Bytes of one token and KV head, and how many layers each group has.
 
-    Layers that see everything and layers with a window stand in groups of as many layers each,
-    which take turns in the same memory: vLLM takes the fewer of the two for the size of a group,
-    or the more if those are less than half as many again.
+    Layers that see everything and layers with a window stand in groups, which take turns in the
+    same memory.  vLLM takes the fewer of the two for the most layers of a group, or the more if
+    those are less than half as many again, and divides each kind evenly among its groups.
     """
     heads = model.kv_heads
     name = "mha" if heads == model.number(*_QUERY_HEADS) else "gqa" if heads > 1 else "mqa"
@@ -201,8 +203,12 @@ def _headed_layers(model: _ModelConfig, dtype: str) -> tuple[list[LayerKind], in
     windowed = _windowed_layers(model)
     counts = [count for count in (windowed, model.layer_count - windowed) if count]
     per_group = max(counts) if 2 * max(counts) < 3 * min(counts) else min(counts)
-    groups = sum(-(-count // per_group) for count in counts)
-    return [LayerKind(name, per_group, token_bytes, heads)], groups
+    groups = [
+        len(range(first, count, -(-count // per_group)))
+        for count in counts
+        for first in range(-(-count // per_group))
+    ]
+    return [LayerKind(name, max(groups), token_bytes, heads)], groups
 
 
 def _windowed_layers(model: _ModelConfig) -> int:

@@ -13,6 +13,7 @@ from storage.header import SegmentGeometry
 from storage.pool import charge_of
 from storage.sizes import parse_size
 from storage.space import NAMESPACE_OVERHEAD_BYTES, ROOT_OVERHEAD_BYTES, default_reserve
+from storage.types import PAGE_BYTES, round_up
 from tiering.presets import Preset
 from tiering.rows import RowLayout
 from tiering.topology import Parallelism, kv_tp_replicas, replicated_layout
@@ -36,6 +37,9 @@ class RowSize:
     """KV-cache groups: a chunk has at most one row in each."""
     tokens_per_chunk: int | None
     """None where the tokens of a block are not known; then `unit` is chunks."""
+    rows: tuple[int, ...]
+    """Bytes of the row of each group, on disk; in the region it has a slot of `row_bytes`."""
+    rows_without_dedup: tuple[int, ...]
 
     @property
     def factor(self) -> float:
@@ -56,9 +60,8 @@ class RowSize:
         return self.tokens_per_chunk or 1
 
     def unit_bytes(self, *, dedup: bool = True) -> float:
-        """Of a token, or of a chunk, with a row in every group."""
-        row_bytes = self.row_bytes if dedup else self.row_bytes_without_dedup
-        return row_bytes * self.groups / self.units_per_chunk
+        """Of a token, or of a chunk, on disk, with a row in every group."""
+        return sum(self.rows if dedup else self.rows_without_dedup) / self.units_per_chunk
 
     def region_holds(self, region_bytes: int, *, dedup: bool = True) -> int:
         """Tokens that a region holds, with a row in every group."""
@@ -66,8 +69,10 @@ class RowSize:
         return region_bytes * self.units_per_chunk // (row_bytes * self.groups)
 
     def disk_rows(self, budget_bytes: int, *, dedup: bool = True) -> int:
-        """Rows that the store keeps within a budget, its headers and metadata taken off."""
-        row_bytes = self.row_bytes if dedup else self.row_bytes_without_dedup
+        """Rows that the store keeps within a budget, its headers and metadata taken off, if each
+        group has as many."""
+        rows = self.rows if dedup else self.rows_without_dedup
+        row_bytes = round_up(-(-sum(rows) // len(rows)), PAGE_BYTES)
         geometry = SegmentGeometry.choose(row_bytes, budget_bytes)
         room = budget_bytes - ROOT_OVERHEAD_BYTES - NAMESPACE_OVERHEAD_BYTES
         return max(0, room // charge_of(geometry)) * geometry.slots_per_segment
@@ -93,6 +98,8 @@ def row_size(preset: Preset, tp: int, blocks_per_chunk: int) -> RowSize:
     parallel = Parallelism(tp=tp, world_size=tp)
     facts = preset.facts(tp)
     layout = RowLayout.of(facts, parallel, blocks_per_chunk)
+    per_group = preset.layers_per_group or (len(facts),) * preset.groups
+    of_groups = [RowLayout.of(facts[:count], parallel, blocks_per_chunk) for count in per_group]
     kinds = [kind.kind for kind in preset.layers for _ in range(kind.count)]
     tokens = preset.tokens_per_block
     replicas = {k: row.replicas for k, row in zip(kinds, layout.layers, strict=True)}
@@ -108,6 +115,8 @@ def row_size(preset: Preset, tp: int, blocks_per_chunk: int) -> RowSize:
         replicated_layout(facts, parallel),
         preset.groups,
         tokens * blocks_per_chunk if tokens is not None else None,
+        tuple(each.row_bytes for each in of_groups),
+        tuple(each.row_bytes_without_dedup for each in of_groups),
     )
 
 

@@ -60,6 +60,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: int = 1
     """KV-cache groups of the engine, which take turns in the same memory: a chunk of tokens has at
     most one row in each.  More than one where layers attend over unlike windows."""
+    layers_per_group: tuple[int, ...] = ()
+    """Of each group, how many of `layers` it uses, from the first on; empty: all of them."""
 
     def facts(self, tp: int) -> list[LayerFacts]:
         """All layers, in the order of the row.  Raises `ConfigError` for uneven shards."""
@@ -95,8 +97,16 @@ def read_preset(path: Path) -> Preset:
     numbers.append(1 if preset.tokens_per_block is None else preset.tokens_per_block)
     for kind in preset.layers:
         numbers += [kind.count, kind.page_bytes, kind.max_tp_shards or 1]
+    numbers += preset.layers_per_group
     if not preset.layers or not preset.tp or min(numbers) < 1:
         raise PresetError(f"{path}: expected a layer, a TP size, and numbers above 0 throughout")
+    most = sum(kind.count for kind in preset.layers)
+    per_group = preset.layers_per_group
+    if per_group and (len(per_group) != preset.groups or max(per_group) != most):
+        raise PresetError(
+            f"{path}: layers_per_group: expected {preset.groups} numbers, the largest of them "
+            f"{most}, got {list(per_group)}"
+        )
     for tp in preset.tp:
         try:
             found = sum(layer.page_bytes for layer in preset.facts(tp))

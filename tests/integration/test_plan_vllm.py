@@ -119,6 +119,10 @@ def test_plan_sizes_a_model_as_vllm_does(
     size = row_size(read_model_config(tmp_path, dtype, TOKENS), 1, 1)
     groups = get_kv_cache_groups(ENGINE, {f"layer {i}": spec for i, spec in enumerate(specs)})
     assert size.groups == len(groups)
+    page_bytes = size.row_bytes // max(len(group.layer_names) for group in groups)
+    if size.groups > 1:
+        layers = sorted(len(group.layer_names) for group in groups)
+        assert sorted(size.rows) == [count * page_bytes for count in layers]
     # A block of the widest group; the others leave part of it unused.
     assert size.worker_bytes_per_block == max(
         group.kv_cache_spec.page_size_bytes

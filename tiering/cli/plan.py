@@ -372,6 +372,9 @@ def _row_table(plan: Plan) -> Table:
     table.add_column("with dedup", justify="right")
     table.add_column("without", justify="right")
     table.add_row("bytes of a row", f"{size.row_bytes:,}", f"{size.row_bytes_without_dedup:,}")
+    if len(set(size.rows)) > 1:
+        means = (sum(rows) // len(rows) for rows in (size.rows, size.rows_without_dedup))
+        table.add_row("on disk, mean of the groups", *(f"{mean:,}" for mean in means))
     both = (True, False)
     table.add_row(
         f"{size.unit} per GB of region", *(f"{size.region_holds(_GB, dedup=d):,}" for d in both)

@@ -85,6 +85,8 @@ VALID: dict[str, Any] = {
         ({"tokens_per_block": "16"}, "tokens_per_block"),
         ({"tokens_per_block": 0}, "above 0"),
         ({"measured_worker_bytes": 4095}, "add up to 4096 bytes at TP 2, got 4095"),
+        ({"groups": 2, "layers_per_group": [1]}, r"layers_per_group: expected 2 .* 1, got \[1\]"),
+        ({"groups": 2, "layers_per_group": [1, 2]}, r"layers_per_group: .* got \[1, 2\]"),
         ({"tp": [3], "layers": [{**VALID["layers"][0], "max_tp_shards": 2}]}, "multiple of 2"),
     ],
 )

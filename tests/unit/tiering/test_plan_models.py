@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,17 @@ def test_plan_counts_a_row_in_every_group(tmp_path: Path) -> None:
     assert size.region_holds(2 * size.row_bytes) == size.tokens_per_chunk
     rows = size.disk_rows(10**10)
     assert size.disk_holds(10**10) == rows // 2 * size.tokens_per_chunk
+
+
+def test_plan_weighs_the_row_of_each_group_on_disk(tmp_path: Path) -> None:
+    """52 layers with windows in six groups: of 9 and of 8 layers, where 10 see everything."""
+    size = row_size(read_model_config(written(tmp_path, GEMMA)), 1, 1)
+    layer = 16 * 16 * 2 * 128 * 2
+    assert [row // layer for row in size.rows] == [9, 9, 9, 9, 8, 8, 10]
+    assert size.row_bytes == 10 * layer == max(size.rows)
+    assert size.unit_bytes() * 16 == sum(size.rows) == 62 * layer
+    padded = dataclasses.replace(size, rows=(size.row_bytes,) * 7)
+    assert padded.disk_holds(10**12) < 0.9 * size.disk_holds(10**12)
 
 
 def test_plan_shares_heads_that_several_ranks_hold(tmp_path: Path) -> None:
