@@ -440,11 +440,13 @@ def test_replicas_of_kv_heads_are_found_in_every_memory_layout(
             workers.append((CpuWorker(mine, rank, kv_caches), kv_caches.tensors[0].tensor))
         for worker, _ in workers:
             worker.submit_store(1, GPULoadStoreSpec([0, 1], [2], [0]), CPULoadStoreSpec([3, 1]))
+            worker.wait({1})
         rows[name] = [bytes(region.row(slot)) for slot in (3, 1)]
         for worker, tensor in workers:
             before = tensor.clone()
             tensor[:] = 0
             worker.submit_load(2, CPULoadStoreSpec([3, 1]), GPULoadStoreSpec([5, 4], [2], [0]))
+            worker.wait({2})
             assert torch.equal(tensor[[5, 4]], before[[0, 1]])
             assert not tensor[:4].any()
             worker.shutdown()

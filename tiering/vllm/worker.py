@@ -1,13 +1,13 @@
 """Workers: vLLM's `OffloadingWorker` over our region.
 
-On CPU tensors `CpuWorker`, which is `CopyWorker` in vLLM's words.  On CUDA and XPU vLLM's own
-`CPUOffloadingWorker` with its copy kernels: it is told our row layout as canonical page mappings,
-and sees the region through `RegionView`.
+On CPU tensors `CpuWorker`: `CopyWorker` behind a `CopyQueue`, in vLLM's words.  On CUDA and XPU
+vLLM's own `CPUOffloadingWorker` with its copy kernels: it is told our row layout as canonical page
+mappings, and sees the region through `RegionView`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +21,33 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from tiering.copy_queue import CopyQueue
 from tiering.region import Region
 from tiering.rows import LayerRow, RowLayout
 from tiering.worker import BlockRun, CopyWorker, LayerPages
 
+LOAD_GRACE_S = 0.005  # less than a step; a load that it suffices for need not wait for the next
+
 
 class CpuWorker(OffloadingWorker):  # type: ignore[misc]
-    """Synchronous copies: a transfer is complete when `submit_*` returns."""
+    """Copies in a thread of their own: `submit_*` return at once, the engine's step goes on.
+
+    What keeps that safe is what does on a GPU, where transfers run beside the model too.
+
+    - A store reads blocks that are full.  vLLM's connector submits it after the forward pass that
+      filled them, which on CPU tensors has ended when it returns; and it calls `wait` before the
+      pass of a step in which one of them may be written again: `jobs_to_flush` has the stores of
+      preempted requests, and those of blocks that were allocated anew, freed by a request that
+      finished or left behind by a sliding window (`OffloadingConnectorScheduler`,
+      `_block_id_to_pending_jobs`).
+    - A load fills blocks of a request that runs, or is freed, only once `get_finished` has named
+      the load on all ranks.  Blocks are zeroed, if at all, before it is submitted.
+    - A slot is another chunk's only after `complete_store` or `complete_load`.  After a reset,
+      `jobs_to_flush` has all that is under way, and what is submitted later is copied later.
+
+    vLLM asserts that a transfer succeeded.  One that did not, raises: the engine ends, for what the
+    blocks hold then is unknown.
+    """
 
     def __init__(self, region: Region, rank: int, kv_caches: Any) -> None:
         kv_caches = with_row_layout(kv_caches, region.layout, rank)
@@ -38,22 +58,20 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
         ]
         self._blocks_per_chunk = region.layout.blocks_per_chunk
         self._copies = CopyWorker(region, rank, tensors, groups)
-        self._finished: deque[Any] = deque()
+        self._queue = CopyQueue()
+        self._new_loads: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        copied = self._copies.store(self._runs(src_spec, dst_spec.block_ids))
-        self._finished.append(TransferResult(job_id, True, *copied))
+        runs = self._runs(src_spec, dst_spec.block_ids)
+        self._queue.submit(job_id, partial(self._copies.store, runs))
         return True
 
     def submit_load(
-        self,
-        job_id: int,
-        src_spec: Any,
-        dst_spec: Any,
-        expedited: bool = False,  # noqa: ARG002 - every load here is done at once
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        copied = self._copies.load(self._runs(dst_spec, src_spec.block_ids))
-        self._finished.append(TransferResult(job_id, True, *copied))
+        runs = self._runs(dst_spec, src_spec.block_ids)
+        self._queue.submit(job_id, partial(self._copies.load, runs), at_once=expedited)
+        self._new_loads.add(job_id)
         return True
 
     def _runs(self, device_spec: Any, slots: Any) -> list[BlockRun]:
@@ -71,14 +89,18 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
         return runs
 
     def get_finished(self) -> list[Any]:
-        finished = list(self._finished)
-        self._finished.clear()
-        return finished
+        """Loads of this step get a moment: vLLM submits them at its end, just before it asks."""
+        if self._new_loads:
+            self._queue.wait(self._new_loads, LOAD_GRACE_S)
+            self._new_loads.clear()
+        return [TransferResult(job, True, *copied) for job, copied in self._queue.poll()]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing to wait for."""
+        self._queue.wait(job_ids)
 
     def shutdown(self) -> None:
+        """Returns once no copy runs; only then the region is unmapped."""
+        self._queue.close()
         self._copies.close()
 
 
