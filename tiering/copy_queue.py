@@ -5,15 +5,30 @@ First in, first out, one at a time: two copies of one worker never touch the sam
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+import psutil
+
 from tiering.worker import Copied
 
 log = logging.getLogger("kvtier.worker")
+
+
+def cores_of_process() -> set[int]:
+    """Those that any thread of this process may use.  vLLM binds each of a rank's threads to one
+    core, the main thread to the first: a thread that it starts would copy where the model needs
+    every turn, also while another core of the rank is idle."""
+    cores = set[int]()
+    for thread in psutil.Process().threads():
+        with contextlib.suppress(ProcessLookupError):  # it ended
+            cores |= os.sched_getaffinity(thread.id)
+    return cores
 
 
 class CopyFailed(Exception):
@@ -81,6 +96,7 @@ class CopyQueue:
             raise self._failure
 
     def _run(self) -> None:
+        os.sched_setaffinity(0, cores_of_process())
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)

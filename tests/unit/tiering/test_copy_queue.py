@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -135,3 +136,24 @@ def test_an_engine_goes_on_while_bytes_move(queue: CopyQueue) -> None:
     finally:
         sys.setswitchinterval(interval)
     assert queue.poll() == [(1, Copied(1, 0.0))]
+
+
+def test_copies_may_use_every_core_that_the_process_has() -> None:
+    """Also those that the thread which makes the queue may not: vLLM binds it to one."""
+    cores = os.sched_getaffinity(0)
+    found: list[set[int]] = []
+
+    def copy() -> Copied:
+        found.append(os.sched_getaffinity(0))
+        return Copied(0, 0.0)
+
+    def bound() -> None:
+        os.sched_setaffinity(0, {min(cores)})
+        made = CopyQueue()
+        made.submit(1, copy)
+        made.close()
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    assert found == [cores]
