@@ -336,10 +336,10 @@ def _copy_with_vllms_plan(
     [Parallelism(tp=8, world_size=8, shares_region=False)],
 )
 def test_a_disk_below_ranks_that_share_no_region_is_refused_by_name(parallel: Parallelism) -> None:
-    _refuse_disk_without_region(Parallelism(tp=8, world_size=8))
-    _refuse_disk_without_region(Parallelism(tp=2, pp=2, world_size=4))
+    _refuse_disk_without_region(Parallelism(tp=8, world_size=8), "disk")
+    _refuse_disk_without_region(Parallelism(tp=2, pp=2, world_size=4), "disk")
     with pytest.raises(ConfigError, match=r"extra_config.disk: expected none, or all ranks"):
-        _refuse_disk_without_region(parallel)
+        _refuse_disk_without_region(parallel, "disk")
 
 
 # -- heads, as vLLM lays them out in memory --------------------------------------------------------

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tiering.region import Region
-from tiering.rows import RowLayout
+from tiering.rows import GroupLayer, RowLayout
 from tiering.topology import KvHeads, LayerFacts, Parallelism
 from tiering.vllm.worker import make_worker
 
@@ -80,7 +80,12 @@ class Ranks:
     def __init__(
         self, directory: Path, facts: Sequence[LayerFacts], tp: int, per_chunk: int, **rank: Any
     ) -> None:
-        self.layout = RowLayout.of(facts, Parallelism(tp=tp, world_size=tp), per_chunk)
+        parallel = Parallelism(tp=tp, world_size=tp)
+        groups = {
+            number: [GroupLayer(facts[i], i, facts[i].page_bytes) for i in group]
+            for number, group in enumerate(rank.get("groups") or [range(len(facts))])
+        }
+        self.layout = RowLayout.of_groups(groups, parallel, per_chunk)
         size = SLOTS * self.layout.row_bytes + 8192
         self.region = Region.create("e", self.layout, size, directory=directory)
         self.ranks = [
@@ -188,7 +193,7 @@ class WorkerContract:
         assert moved == [4 * 5 * 1152] * 2
 
     def test_groups_move_their_own_layers(self, ranks: Callable[..., Ranks]) -> None:
-        engine = ranks(MLA[:3], 1, 1, groups=[[0, 2], [1]])
+        engine = ranks(MLA[:3], 1, 1, groups=[[0, 1], [2]])
         engine.fill()
         [rank] = engine.ranks
         before = rank.contents()
@@ -201,10 +206,10 @@ class WorkerContract:
         rank.worker.wait({2})
         assert {result.job_id for result in rank.worker.get_finished()} == {1, 2}
         found = rank.contents()
-        for layer, ids in ((0, [3, 4]), (2, [3, 4])):
-            assert torch.equal(found[layer][[10, 11]], before[layer][ids])
-        assert torch.equal(found[1][12], before[1][7])
-        assert (found[1][:12] == -1).all()
+        for layer in (0, 1):
+            assert torch.equal(found[layer][[10, 11]], before[layer][[3, 4]])
+        assert torch.equal(found[2][12], before[2][7])
+        assert (found[2][:12] == -1).all()
         assert (found[0][12] == -1).all()
 
     def test_jobs_are_told_once_and_the_end_waits_for_them(
