@@ -1,0 +1,209 @@
+"""A real `vllm serve` whose store meets faults while it runs, for the tests of this folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+
+from scripts.make_model import ensure_model
+from scripts.models import MODELS, ROOT
+from scripts.serving import Metrics, ServeConfig, VllmServer
+from storage.testing.controlled import Control
+from tests.integration.conftest import ANSWER_TOKENS
+from tests.integration.processes import serves, store_processes
+
+MODEL = "tiny-llama"
+CHUNK_TOKENS = MODELS[MODEL].block_size_tokens
+DEADLINE_S = 120.0  # of anything that must end at all, on a machine that does other things too
+_SITE = Path(__file__).with_name("controlled_store")
+_IDLE_SWITCHES, _IDLE_WINDOW_S = 30, 0.5  # an engine that steps has hundreds
+
+
+class Answer(NamedTuple):
+    tokens: tuple[int, ...]
+    seconds: float
+
+
+class FaultyServer:
+    """A server with a small region, and a store on a `ControlledDevice`.
+
+    `control` is in force at the device's next call. Requests may be made from any thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        root: Path | None,
+        *,
+        region_rows: int = 40,
+        tp: int = 1,
+        kv_cache_bytes: int = 16 << 20,
+        number: int = 0,
+        connector: dict[str, Any] | None = None,
+        **disk: Any,
+    ) -> None:
+        """Without `root` there is no connector at all."""
+        ensure_model(MODEL)
+        self.root = root
+        self.region_rows = region_rows
+        self.control_path = directory / f"control-{number}.json"
+        self.control()
+        config = None
+        if root is not None:
+            extra = {
+                "cpu_bytes_to_use": region_rows * MODELS[MODEL].row_bytes(),
+                "disk": {"root": str(root), "budget": "64MB", **disk},
+                **(connector or {}),
+            }
+            config = {
+                "kv_connector": "KvtierConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+        env = {
+            "PYTHONPATH": f"{ROOT}:{_SITE}",
+            "KVTIER_TEST_CONTROL": str(self.control_path),
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        }
+        serve = ServeConfig(MODELS[MODEL], config, tp, kv_cache_bytes, seqs_max=32, extra_env=env)
+        self.server = VllmServer(serve, directory / f"serve-{number}.log")
+
+    def start(self) -> FaultyServer:
+        self.server.start()
+        return self
+
+    def kill_a_rank(self) -> None:
+        """SIGKILL for the last rank alone; returns once every process of the server is gone."""
+        queues = self.server._queue_files()  # vLLM's own: it removes none of them when a rank dies
+        ranks = sorted((p for p in self.server.processes() if "Worker" in p.name()), key=_name)
+        assert len(ranks) > 1, "ranks are not processes of their own"
+        ranks[-1].kill()
+        await_that(
+            lambda: not self.server.alive() and not self.server.processes(),
+            "the server outlives a rank",
+        )
+        for path in queues:
+            path.unlink(missing_ok=True)
+
+    # -- the disk -------------------------------------------------------------------------------
+
+    def control(self, **faults: Any) -> None:
+        """Of all calls of the device that begin from now on; without `faults` a good disk."""
+        Control(**faults).write(self.control_path)
+
+    def store_process(self) -> psutil.Process:
+        """The one that serves this root, once there is one."""
+        assert self.root is not None
+        root = self.root
+        found: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            found[:] = [process for process in store_processes() if serves(process, root)]
+            return bool(found)
+
+        await_that(is_there, "there is no store process")
+        return found[0]
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def ask(
+        self, prompt: str, tokens: int = ANSWER_TOKENS, timeout_s: float = DEADLINE_S
+    ) -> Answer:
+        """The greedy tokens of one prompt. Raises `httpx.TimeoutException`: a client that goes."""
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        started = time.monotonic()
+        reply = httpx.post(
+            self._url("/v1/completions"), json=body, timeout=timeout_s, trust_env=False
+        )
+        reply.raise_for_status()
+        [choice] = reply.json()["choices"]
+        return Answer(tuple(choice["token_ids"]), time.monotonic() - started)
+
+    def ask_at_once(self, prompts: Sequence[str]) -> list[Answer]:
+        """The answers to all prompts, asked concurrently."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self.ask, prompts))
+
+    def tokens(self, prompts: Sequence[str]) -> list[tuple[int, ...]]:
+        """The greedy tokens of each prompt, asked one after the other."""
+        return [self.ask(prompt).tokens for prompt in prompts]
+
+    def leave_on_disk_alone(self, others: Sequence[str]) -> None:
+        """Have `others`, which are more than the region holds, take the place of all that the
+        device and the region have."""
+        self._forget_device()
+        self.tokens(others)
+        self._forget_device()
+
+    def _forget_device(self) -> None:
+        url = self._url("/reset_prefix_cache")
+        httpx.post(url, timeout=DEADLINE_S, trust_env=False).raise_for_status()
+
+    def metrics(self) -> Metrics:
+        """As of now: they move with the engine's steps."""
+        self.ask("zz", 1)
+        reply = httpx.get(self._url("/metrics"), timeout=DEADLINE_S, trust_env=False)
+        return Metrics(reply.raise_for_status().text)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics().value(f"kvtier:{name}", **labels)
+
+    def settled(self) -> Metrics:
+        """Metrics once no slot of the region is in use and the engine rests."""
+        found: list[Metrics] = []
+
+        def is_settled() -> bool:
+            found[:] = [self.metrics()]
+            return found[0].value("kvtier:region_slots", use="busy") == 0
+
+        await_that(is_settled, "slots of the region are in use for ever")
+        await_that(self.rests, "the engine does not rest: has_pending_work stays true")
+        return found[0]
+
+    def rests(self) -> bool:
+        """Whether the engine takes no steps."""
+        before = self._switches()
+        time.sleep(_IDLE_WINDOW_S)
+        return self._switches() - before < _IDLE_SWITCHES
+
+    def _switches(self) -> int:
+        """How often the scheduler's thread has waited for something."""
+        [engine] = [p for p in self.server.processes() if "EngineCore" in p.name()]
+        status = Path(f"/proc/{engine.pid}/task/{engine.pid}/status").read_text()
+        [line] = [li for li in status.splitlines() if li.startswith("voluntary_ctxt_switches")]
+        return int(line.split()[1])
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.server.port}{path}"
+
+
+def _name(process: psutil.Process) -> str:
+    return str(process.name())
+
+
+def await_that(holds: Callable[[], bool], otherwise: str, timeout_s: float = DEADLINE_S) -> None:
+    """Return once `holds()`; fail with `otherwise` when the time is up."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+
+
+def in_background(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
