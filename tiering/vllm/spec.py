@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from storage.errors import ConfigError
+from storage.errors import ConfigError, StorageError
 from storage.service.client import RegionRows, StoreClient
 from storage.service.messages import SmallerRows
 from storage.sizes import format_size
@@ -79,10 +79,14 @@ class KvtierSpec(OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> Any:
         """This rank's worker, over the region that all ranks share or over rows of its own."""
         if self._worker is None:
-            if self._facts.parallel.shares_region:
-                region, rank = self._shared_region(kv_caches), self.config.parallel.rank
-            else:
-                region, rank = self._private_region(kv_caches), 0
+            try:
+                if self._facts.parallel.shares_region:
+                    region, rank = self._shared_region(kv_caches), self.config.parallel.rank
+                else:
+                    region, rank = self._private_region(kv_caches), 0
+            except StorageError as exc:
+                log.error("%s", exc)  # one line that stands by itself before vLLM's traceback
+                raise
             try:
                 self._worker = make_worker(region, rank, kv_caches)
             except BaseException:
