@@ -2,7 +2,8 @@
 
 Engine-neutral.  Blocks move in runs, as `even_runs` finds them, and with them all layers of a group
 whose pages stand evenly apart, as those of one allocation do: one strided copy, in C, in the
-caller's thread alone, that gives up the interpreter lock for as long as it takes.
+caller's thread alone, that gives up the interpreter lock for as long as it takes.  Small blocks in
+no order are gathered first, all at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import torch
 from tiering.region import Region
 from tiering.rows import LayerRow
 from tiering.runs import Pages, even_runs
+
+_RUN_BYTES_MIN = (
+    16 << 10
+)  # on average; below, what a copy costs to begin is more than copying twice
 
 Ids = npt.NDArray[np.integer]
 Bytes = npt.NDArray[np.uint8]
@@ -176,14 +181,24 @@ class CopyWorker:
             self._check(pages, stacks)
             for stack in stacks:
                 own = self._own_pages(stack.row, pages) if is_store else pages
-                for part in even_runs(own):
-                    device, row = stack.device[part.block_ids], stack.rows[part.slots, part.blocks]
-                    if is_store:
-                        np.copyto(row, device)
-                    else:
-                        np.copyto(device, row)
+                self._copy_pages(stack, own, is_store=is_store)
                 moved += len(own.block_ids) * stack.page_bytes
         return Copied(moved, time.perf_counter() - started)
+
+    @staticmethod
+    def _copy_pages(stack: _Stack, pages: Pages, *, is_store: bool) -> None:
+        size = len(pages.block_ids) * stack.page_bytes
+        runs = even_runs(pages, max(1, size // _RUN_BYTES_MIN))
+        if runs is None and is_store:
+            stack.rows[pages.slots, pages.blocks] = stack.device[pages.block_ids]
+        elif runs is None:
+            stack.device[pages.block_ids] = stack.rows[pages.slots, pages.blocks]
+        for run in runs or ():
+            device, rows = stack.device[run.block_ids], stack.rows[run.slots, run.blocks]
+            if is_store:
+                np.copyto(rows, device)
+            else:
+                np.copyto(device, rows)
 
     def _check(self, pages: Pages, stacks: Sequence[_Stack]) -> None:
         """Raises `IndexError`: a slice takes what is out of range without a word."""

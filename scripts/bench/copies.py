@@ -8,9 +8,9 @@ torch; and one contiguous `torch.Tensor.copy_`.  The device's pages are in one a
 layer or block by block, as vLLM makes it; four times as many blocks and slots as move, so that "in
 no order" has somewhere to jump.
 
-Every round takes each side in turn, another first, so that a slow moment of a shared machine meets
-all of them; a figure is the median of the rounds, a ratio the median of the rounds' ratios.  What
-was stored and what was loaded, into other blocks, is compared with where it came from.
+Every round takes each side once, in an order drawn anew, so that a slow moment of a shared machine
+meets all of them; a figure is the median of the rounds, a ratio the median of the rounds' ratios.
+What was stored and what was loaded, into other blocks, is compared with where it came from.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import hashlib
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -126,7 +127,6 @@ class Bench:
         size = _SPACE * chunks * self.layout.row_bytes + room
         self.region = Region.create("bench-copies", self.layout, size, directory=directory)
         self.region.unlink()
-        random = np.random.default_rng(1)
         self.blocks = _SPACE * self.count
         self.memory = torch.empty(self.blocks * shape.block_bytes, dtype=torch.int8)
         self.memory.random_(-128, 128, generator=torch.Generator().manual_seed(1))
@@ -135,8 +135,9 @@ class Bench:
         self.worker = CopyWorker(self.region, 0, self.tensors, [pages])
         ids, slots = np.arange(self.blocks), np.arange(_SPACE * chunks)
         if not shape.in_order:
-            random.shuffle(ids)
-            random.shuffle(slots)
+            drawn = np.random.default_rng(1)
+            drawn.shuffle(ids)
+            drawn.shuffle(slots)
         self.run = BlockRun(ids[: self.count], slots[:chunks], 0)
         self.elsewhere = BlockRun(ids[-self.count :], slots[:chunks], 0)
         self._index()
@@ -220,6 +221,7 @@ class Bench:
 def measure(bench: Bench, rounds: int) -> tuple[list[Figure], str]:
     """Both directions, and the digest of the bytes that they left."""
     figures, digests = [], []
+    order = random.Random(1)
     for op in ("store", "load"):
         seconds: dict[str, list[float]] = {"kvtier": [], "indexing": [], "plain": []}
         sides: dict[str, Callable[[str], None]] = {
@@ -227,11 +229,12 @@ def measure(bench: Bench, rounds: int) -> tuple[list[Figure], str]:
             "indexing": bench.indexing,
             "kvtier": bench.kvtier,
         }
+        names = list(sides)
         for turn in range(rounds + 1):
-            order = list(sides.items())
-            for name, side in order[turn % 3 :] + order[: turn % 3]:
+            order.shuffle(names)
+            for name in names:
                 started = time.perf_counter()
-                side(op)
+                sides[name](op)
                 if turn:  # the first is to warm up
                     seconds[name].append(time.perf_counter() - started)
         bench.kvtier(op)  # the others left their bytes

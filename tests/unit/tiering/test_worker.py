@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiering import worker as worker_module
 from tiering.region import Region
 from tiering.rows import GroupLayer, RowLayout
 from tiering.runs import Pages, even_runs
@@ -348,6 +349,7 @@ def placed(pages: Sequence[int], how: str) -> list[torch.Tensor]:
     return tensors
 
 
+@pytest.mark.parametrize("run_bytes_min", [1, 1 << 30], ids=["in runs", "gathered"])
 @given(
     block_jobs(),
     st.sampled_from(["layer by layer", "block by block", "apart"]),
@@ -355,8 +357,15 @@ def placed(pages: Sequence[int], how: str) -> list[torch.Tensor]:
     st.lists(st.sampled_from(range(len(MIXED))), min_size=1, max_size=6),
 )
 def test_any_pattern_of_blocks_moves_as_page_by_page(
-    memory_path: Path, job: Job, how: str, tp: int, kinds: list[int]
+    memory_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_bytes_min: int,
+    job: Job,
+    how: str,
+    tp: int,
+    kinds: list[int],
 ) -> None:
+    monkeypatch.setattr(worker_module, "_RUN_BYTES_MIN", run_bytes_min)
     layers = [msgspec.structs.replace(MIXED[k], name=f"{i}") for i, k in enumerate(kinds)]
     layout = RowLayout.of(layers, Parallelism(tp=tp, world_size=tp), job.blocks_per_chunk)
     region = Region.create("e", layout, 4096 + SLOTS * layout.row_bytes, directory=memory_path)
@@ -433,9 +442,14 @@ def test_runs_are_the_pages_in_order(job: Job) -> None:
     positions = job.run.first_block % job.blocks_per_chunk + np.arange(len(job.run.block_ids))
     chunks, blocks = np.divmod(positions, job.blocks_per_chunk)
     pages = Pages(job.run.block_ids, job.run.slots[chunks].astype(np.int64), blocks)
-    found = []
     device, rows = np.arange(BLOCKS), np.arange(SLOTS * 4).reshape(SLOTS, 4)
-    for part in even_runs(pages):
-        found += zip(device[part.block_ids], rows[part.slots, part.blocks], strict=True)
-    expected = rows[pages.slots, pages.blocks]
-    assert found == list(zip(pages.block_ids, expected, strict=True))
+    runs = even_runs(pages, len(blocks))
+    assert runs is not None, "one a page is enough"
+    found = [
+        place
+        for part in runs
+        for place in zip(device[part.block_ids], rows[part.slots, part.blocks], strict=True)
+    ]
+    assert found == list(zip(pages.block_ids, rows[pages.slots, pages.blocks], strict=True))
+    assert even_runs(pages, len(runs)) == runs
+    assert even_runs(pages, len(runs) - 1) is None
