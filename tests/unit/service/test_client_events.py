@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from storage.namespace import Identity
 from storage.options import StoreOptions
 from storage.service.client import RegionRows, StoreClient
-from storage.service.messages import Published, Ready, Withdrawn
+from storage.service.messages import Done, Published, Ready, Withdrawn
 from storage.store import DiskStore
 from storage.types import RowKey, RowOutcome
 from tests.unit.service import test_client
@@ -179,6 +179,21 @@ class FollowedStore(RuleBasedStateMachine):
         self.clock.now += 1000.0
         self.client.poll()
         self.client.poll()
+
+    @rule()
+    def clear(self) -> None:
+        """The rows are gone, and the next process serves an empty namespace."""
+        job_id = self.client.clear()
+        self.store.say(Withdrawn(sorted(self.index)), Done(job_id, bytes([RowOutcome.OK]), 0, 0.0))
+        self.index.clear()
+        self.client.poll()
+        self.store.hang_up()
+        self.store.has_ended = True
+        self.client.poll()
+        self.clock.now += 1000.0
+        self.client.poll()
+        self.client.poll()
+        assert self.client.is_up
 
     @rule(limit=st.integers(0, 5))
     def take(self, limit: int) -> None:
