@@ -70,6 +70,11 @@ class ChangeLog:
         keys.update(self._removed)
         self._removed, self._stored, self._found = keys, {}, set()
 
+    def note_all_found(self, keys: set[RowKey]) -> None:
+        """A set that was empty consists of `keys` now, which can wait."""
+        self._found = keys - self._removed
+        self._removed -= keys
+
     def take(self, limit: int) -> Changes:
         """The next changes, `limit` at most: first what is gone, last what was found."""
         removed = _pop(self._removed, limit)

@@ -278,8 +278,8 @@ class StoreClient:
         return len(self._keys)
 
     def follow(self) -> None:
-        """From here on `take_changes` tells how the replica changes, beginning with all it has."""
-        self._changes = ChangeLog(self._keys)
+        """From here on `take_changes` tells how what lookups find changes, from all of it on."""
+        self._changes = ChangeLog(self._found)
 
     @property
     def change_count(self) -> int:
@@ -290,7 +290,8 @@ class StoreClient:
         """The next keys, `limit` at most, that the store holds no more, and that it holds now.
 
         Only after `follow`.  Who applies all of them knows what `in` answers, whatever happened: a
-        store process that is gone holds nothing, and one that came back what it then found.
+        store process that is gone or stands still holds nothing, and one that came back what it
+        then found.
         """
         assert self._changes is not None, "nobody follows"
         return self._changes.take(limit)
@@ -375,6 +376,8 @@ class StoreClient:
             return
         log.warning("the store process stands still; the disk tier misses until it goes on")
         self._is_silent, self._found = True, set()
+        if self._changes is not None:
+            self._changes.note_lost(set(self._keys))
         for job_id in self._silence.give_up():
             count = self._given_up[job_id] = self._jobs.pop(job_id)
             self._hung[job_id] = set(range(count))
@@ -385,6 +388,8 @@ class StoreClient:
         if self._is_silent:
             log.warning("the store process goes on")
             self._is_silent, self._found = False, self._keys
+            if self._changes is not None:
+                self._changes.note_all_found(self._keys)
 
     # -- connection -----------------------------------------------------------------------------
 
@@ -593,7 +598,7 @@ class StoreClient:
             self._connection = None
         self._ready = False
         self._unsent.clear()
-        if self._changes is not None:
+        if self._changes is not None and not self._is_silent:
             self._changes.note_lost(self._keys)
         self._keys = self._found = set()
         self._is_silent = False

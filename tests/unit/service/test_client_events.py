@@ -180,6 +180,22 @@ class FollowedStore(RuleBasedStateMachine):
         self.client.poll()
         self.client.poll()
 
+    @rule(goes_on=st.booleans(), is_seen=st.booleans())
+    def stand_still(self, *, goes_on: bool, is_seen: bool) -> None:
+        """It answers nothing for long; then it goes on, with what happened meanwhile, or dies."""
+        job_id = self.client.read([key(0)], [0])
+        self.clock.now += 1000.0
+        self.client.poll()
+        assert not self.client.is_up
+        if is_seen:
+            assert self.follower.catch_up() == set()
+        if goes_on:
+            self.store.say(Done(job_id, bytes([RowOutcome.MISSING]), 0, 0.0))
+            self.publish([3, 4])
+            assert self.client.is_up
+        else:
+            self.die_and_come_back(is_seen=is_seen, limit=2)
+
     @rule()
     def clear(self) -> None:
         """The rows are gone, and the next process serves an empty namespace."""

@@ -65,6 +65,12 @@ class Followed(RuleBasedStateMachine):
         self.log.note_lost(self.keys)
         self.keys = set()
 
+    @rule(keys=some)
+    def lose_all_and_find_again(self, keys: list[RowKey]) -> None:
+        self.log.note_lost(set(self.keys))
+        self.keys = set(keys)
+        self.log.note_all_found(self.keys)
+
     @rule(limit=st.integers(0, 5))
     def take(self, limit: int) -> None:
         removed, stored = self.log.take(limit)
