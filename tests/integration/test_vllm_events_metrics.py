@@ -1,0 +1,203 @@
+"""KV events and metrics of a real `vllm serve`, beside what its disk and the test itself say.
+
+Region and disk are so small that both evict.  One test goes on from one state of a server to the
+next, since a start costs half a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from scripts.models import MODELS
+from scripts.serving import Metrics, VllmServer
+from storage.survey import survey_root
+from tests.integration.conftest import (
+    DRAIN_TIMEOUT_S,
+    StartServer,
+    answers,
+    await_store_gone,
+    byte_prompts,
+    needs_vllm,
+    tokens_from,
+    transfer_config,
+)
+from tests.integration.kv_events import DISK, REGION, Subscriber
+from tests.integration.processes import serves, store_processes
+
+pytestmark = [needs_vllm, pytest.mark.timeout(600)]
+
+MODEL = MODELS["tiny-llama"]
+PROMPTS = byte_prompts(6)
+# Events name blocks by their whole hash, which is what a key of ours is made of.
+ENV = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0", "VLLM_SERVER_DEV_MODE": "1"}
+
+
+@pytest.fixture
+def subscriber() -> Iterator[Callable[[], Subscriber]]:
+    """Makes subscribers whose sockets have short names, as ZMQ wants them."""
+    made: list[Subscriber] = []
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as directory:
+
+        def make() -> Subscriber:
+            place = Path(directory) / str(len(made))
+            place.mkdir()
+            made.append(Subscriber(place))
+            return made[-1]
+
+        yield make
+        for one in made:
+            one.close()
+
+
+def config_for(root: Path, **extra: Any) -> dict[str, Any]:
+    """About 60 rows in the region and 100 on disk; a prompt has 28, and there are six."""
+    config = dict(transfer_config(root, budget="4MB", admission="always"))
+    config["kv_connector_extra_config"] |= {"cpu_bytes_to_use": "2MiB", **extra}
+    return config
+
+
+def keys_on_disk(root: Path) -> set[bytes]:
+    """As `kvtier ls` finds them, beside the running server."""
+    return {
+        segment.key(slot)
+        for namespace in survey_root(root).namespaces
+        for segment in namespace.segments
+        for slot in segment.named.tolist()
+    }
+
+
+def step(server: VllmServer) -> None:
+    """Make the engine look at its tiers: it steps for requests only."""
+    server.complete("zz", 1, ignore_eos=True)
+
+
+def await_agreement(server: VllmServer, heard: Subscriber, root: Path) -> Metrics:
+    """Metrics of a moment at which events, disk and metrics say the same.  Fails if none comes."""
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while True:
+        step(server)
+        metrics = server.metrics()
+        found = {
+            "busy slots": (metrics.value("kvtier:region_slots", use="busy"), 0),
+            "rows of the region": (
+                metrics.value("kvtier:region_slots", use="occupied"),
+                len(heard.keys(REGION)),
+            ),
+            "rows on disk": (metrics.value("kvtier:disk_rows"), len(keys_on_disk(root))),
+            "keys on disk": (keys_on_disk(root), heard.keys(DISK)),
+        }
+        if all(said == counted for said, counted in found.values()):
+            return metrics
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+def forget_on_device(server: VllmServer, *, and_below: bool = False) -> None:
+    """Empty the device's own cache; what is asked for next comes from region and disk."""
+    url = f"http://127.0.0.1:{server.port}/reset_prefix_cache"
+    reply = httpx.post(
+        url,
+        params={"reset_external": str(and_below).lower()},
+        timeout=DRAIN_TIMEOUT_S,
+        trust_env=False,
+    )
+    assert reply.json() == {"success": True}
+
+
+def damage_every_row(root: Path) -> None:
+    """Change what stands in the second half of each segment: rows, not headers."""
+    for segment in root.glob("*/rows/c/*/0"):
+        size = segment.stat().st_size
+        with segment.open("r+b") as file:
+            file.seek(size // 2)
+            file.write(b"\xa5" * (size - size // 2))
+
+
+def test_events_and_metrics_say_what_the_disk_and_the_test_have_counted(
+    start_server: StartServer, subscriber: Callable[[], Subscriber], tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+    heard = subscriber()
+    config = config_for(root, self_describing_kv_events=True)
+    flags = ["--kv-events-config", json.dumps(heard.server_config())]
+    server = start_server("tiny-llama", config, flags=flags, env=ENV)
+
+    # Stored, and evicted in both places.
+    expected = answers(server, PROMPTS)
+    metrics = await_agreement(server, heard, root)
+    assert metrics.value("kvtier:chunks_evicted_total", tier="region") > 0
+    assert metrics.value("kvtier:chunks_evicted_total", tier="disk") > 0
+    assert len(heard.keys(DISK)) > 50
+    _assert_self_describing(heard)
+
+    # Promoted, which evicts others.
+    forget_on_device(server)
+    assert answers(server, PROMPTS[3:4]) == expected[3:4]
+    metrics = await_agreement(server, heard, root)
+    assert tokens_from(metrics, "disk") > 0
+
+    # Damaged: what is asked for and turns out corrupt is gone for a router too.
+    before = heard.keys(DISK)
+    damage_every_row(root)
+    forget_on_device(server)
+    assert answers(server, PROMPTS[3:]) == expected[3:]
+    metrics = await_agreement(server, heard, root)
+    dropped = server.log_path.read_text().count("dropped row")
+    assert metrics.value("kvtier:rows_read_total", outcome="corrupt") == dropped > 0
+    assert not before <= heard.keys(DISK)
+
+    # A store that is gone holds nothing; when it is back, what it finds.
+    before = heard.keys(DISK)
+    [store] = [process for process in store_processes() if serves(process, root)]
+    os.kill(store.pid, signal.SIGKILL)
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while heard.known.times_emptied.get(DISK) != 1:
+        assert time.monotonic() < deadline
+        step(server)
+    metrics = await_agreement(server, heard, root)
+    assert heard.keys(DISK) == before
+    assert metrics.value("kvtier:store_restarts_total") == 1
+
+    # A late follower learns the same.
+    late = heard.replayed()
+    assert late.keys == heard.known.keys
+    assert heard.known.complaints == late.complaints == []
+    server.stop()
+    await_store_gone(root)
+    on_disk = keys_on_disk(root)
+    assert len(on_disk) > 40
+
+    # A warm store is told before the first request; a reset takes it all back.
+    heard = subscriber()
+    flags = ["--kv-events-config", json.dumps(heard.server_config())]
+    server = start_server("tiny-llama", config, flags=flags, env=ENV)
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while heard.keys(DISK) != on_disk:
+        assert time.monotonic() < deadline, "before the first request"
+        time.sleep(0.05)
+    assert heard.keys(REGION) == set()
+
+    forget_on_device(server, and_below=True)
+    await_agreement(server, heard, root)
+    assert heard.keys(DISK) == keys_on_disk(root) == set()
+    assert heard.known.complaints == []
+    server.stop()
+
+
+def _assert_self_describing(heard: Subscriber) -> None:
+    """The first two blocks of some prompt, told of both places with tokens and parent."""
+    for medium in ("CPU", "STORAGE"):
+        told = [event for event in heard.known.stored if event.medium == medium]
+        first = next(event for event in told if event.parent_block_hash is None)
+        assert len(first.token_ids) == first.block_size == MODEL.block_size_tokens
+        assert any(event.parent_block_hash == first.block_hashes[-1] for event in told)
