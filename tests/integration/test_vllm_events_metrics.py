@@ -21,6 +21,7 @@ import pytest
 from scripts.models import MODELS
 from scripts.serving import Metrics, VllmServer
 from storage.survey import survey_root
+from storage.testing.rows import bytes_on_disk
 from tests.integration.conftest import (
     DRAIN_TIMEOUT_S,
     StartServer,
@@ -87,6 +88,8 @@ def await_agreement(server: VllmServer, heard: Subscriber, root: Path) -> Metric
     while True:
         step(server)
         metrics = server.metrics()
+        used = metrics.value("kvtier:disk_used_bytes")
+        assert bytes_on_disk(root) <= used <= metrics.value("kvtier:disk_budget_bytes")
         found = {
             "busy slots": (metrics.value("kvtier:region_slots", use="busy"), 0),
             "rows of the region": (
@@ -100,6 +103,39 @@ def await_agreement(server: VllmServer, heard: Subscriber, root: Path) -> Metric
             return metrics
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
+
+
+def assert_counters_go_on(before: Metrics, after: Metrics) -> None:
+    """No counter of ours went back."""
+    names = [n for n in before.names() if n.startswith("kvtier:") and n.endswith("_total")]
+    assert {name for name in names if after.value(name) < before.value(name)} == set()
+
+
+class Growth:
+    """By how much counters grew between two readings."""
+
+    def __init__(self, before: Metrics, after: Metrics) -> None:
+        assert_counters_go_on(before, after)
+        self._before, self._after = before, after
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return self._after.value(name, **labels) - self._before.value(name, **labels)
+
+
+def assert_loads_agree(grown: Growth) -> None:
+    """What we found is what vLLM says that requests got, in tokens and in bytes, by source."""
+    loaded = 0.0
+    for tier, source in (("region", "host"), ("disk", "disk")):
+        tokens = grown("vllm:prompt_tokens_cached_by_source_total", source=source)
+        assert tokens == grown("kvtier:chunk_hits_total", tier=tier) * MODEL.block_size_tokens
+        loaded += tokens
+    assert grown("vllm:external_prefix_cache_hits_total") == loaded
+    blocks = loaded / MODEL.block_size_tokens
+    assert grown("vllm:kv_offload_load_bytes_total") == blocks * MODEL.row_bytes()
+    rows = grown("kvtier:rows_read_total", outcome="ok")
+    assert grown("kvtier:read_bytes_total", tier="disk") == rows * MODEL.row_bytes()
+    bad = grown("kvtier:rows_read_total") - rows
+    assert grown("kvtier:promotions_failed_total") == bad
 
 
 def forget_on_device(server: VllmServer, *, and_below: bool = False) -> None:
@@ -135,38 +171,56 @@ def test_events_and_metrics_say_what_the_disk_and_the_test_have_counted(
     # Stored, and evicted in both places.
     expected = answers(server, PROMPTS)
     metrics = await_agreement(server, heard, root)
-    assert metrics.value("kvtier:chunks_evicted_total", tier="region") > 0
-    assert metrics.value("kvtier:chunks_evicted_total", tier="disk") > 0
+    chunks = sum(len(prompt) // MODEL.block_size_tokens for prompt in PROMPTS)
+    stored = metrics.value("kvtier:chunks_stored_total")
+    assert stored + metrics.value("kvtier:stores_declined_total") >= chunks >= stored
+    assert metrics.value("vllm:kv_offload_store_bytes_total") == stored * MODEL.row_bytes()
+    evicted = metrics.value("kvtier:chunks_evicted_total", tier="region")
+    assert evicted == stored - len(heard.keys(REGION)) > 0
+    written = metrics.value("kvtier:rows_written_total", outcome="ok")
+    evicted = metrics.value("kvtier:chunks_evicted_total", tier="disk")
+    assert evicted == written - len(heard.keys(DISK)) > 0
+    assert metrics.value("kvtier:write_bytes_total") == written * MODEL.row_bytes()
+    # Of a prompt that is not there one chunk is looked up: the first.
+    for name in ("kvtier:chunk_misses_total", "kvtier:chunk_queries_total"):
+        assert metrics.value(name) == len(PROMPTS) * (1 + (name == "kvtier:chunk_queries_total"))
+    assert metrics.value("kvtier:disk_limit", limit="budget") == 1
+    assert metrics.value("kvtier:region_pins") == 0
     assert len(heard.keys(DISK)) > 50
     _assert_self_describing(heard)
 
     # Promoted, which evicts others.
     forget_on_device(server)
     assert answers(server, PROMPTS[3:4]) == expected[3:4]
-    metrics = await_agreement(server, heard, root)
+    before, metrics = metrics, await_agreement(server, heard, root)
     assert tokens_from(metrics, "disk") > 0
+    assert_loads_agree(Growth(before, metrics))
 
     # Damaged: what is asked for and turns out corrupt is gone for a router too.
-    before = heard.keys(DISK)
+    known = heard.keys(DISK)
     damage_every_row(root)
     forget_on_device(server)
     assert answers(server, PROMPTS[3:]) == expected[3:]
-    metrics = await_agreement(server, heard, root)
+    before, metrics = metrics, await_agreement(server, heard, root)
+    assert_loads_agree(Growth(before, metrics))
     dropped = server.log_path.read_text().count("dropped row")
     assert metrics.value("kvtier:rows_read_total", outcome="corrupt") == dropped > 0
-    assert not before <= heard.keys(DISK)
+    assert not known <= heard.keys(DISK)
 
     # A store that is gone holds nothing; when it is back, what it finds.
-    before = heard.keys(DISK)
+    known = heard.keys(DISK)
     [store] = [process for process in store_processes() if serves(process, root)]
     os.kill(store.pid, signal.SIGKILL)
     deadline = time.monotonic() + DRAIN_TIMEOUT_S
     while heard.known.times_emptied.get(DISK) != 1:
         assert time.monotonic() < deadline
         step(server)
-    metrics = await_agreement(server, heard, root)
-    assert heard.keys(DISK) == before
+    before, metrics = metrics, await_agreement(server, heard, root)
+    assert heard.keys(DISK) == known
     assert metrics.value("kvtier:store_restarts_total") == 1
+    grown = Growth(before, metrics)
+    for name in ("rows_read", "rows_written", "read_bytes", "write_bytes", "chunks_evicted"):
+        assert grown(f"kvtier:{name}_total") == 0, "nothing was asked for since"
 
     # A late follower learns the same.
     late = heard.replayed()
