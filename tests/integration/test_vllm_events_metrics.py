@@ -243,7 +243,10 @@ def test_events_and_metrics_say_what_the_disk_and_the_test_have_counted(
 
     forget_on_device(server, and_below=True)
     await_agreement(server, heard, root)
-    assert heard.keys(DISK) == keys_on_disk(root) == set()
+    assert heard.keys(DISK) == keys_on_disk(root) == heard.keys(REGION) == set()
+    assert answers(server, PROMPTS[:1]) == expected[:1]
+    await_agreement(server, heard, root)
+    assert len(heard.keys(DISK)) == len(PROMPTS[0]) // MODEL.block_size_tokens
     assert heard.known.complaints == []
     server.stop()
 
