@@ -35,7 +35,7 @@ from tests.integration.conftest import (
 from tests.integration.kv_events import DISK, REGION, Subscriber
 from tests.integration.processes import serves, store_processes
 
-pytestmark = [needs_vllm, pytest.mark.timeout(600)]
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
 MODEL = MODELS["tiny-llama"]
 PROMPTS = byte_prompts(6)
