@@ -69,9 +69,10 @@ class FollowedManager(ManagerMachine):
         assert self.known.isdisjoint(stored)
         self.known = self.known.difference(removed).union(stored)
 
-    @precondition(lambda self: not (self.loads or self.stores or self.tier.jobs))
+    @precondition(lambda self: not (self.loads or self.stores or self.tier.jobs or self.hung))
     @rule()
     def reset(self) -> None:
+        """It waits for what is moving, in earnest: so nothing is."""
         assert self.manager.reset()
 
     @invariant()
