@@ -254,7 +254,7 @@ def test_after_a_clear_nothing_waits_and_the_next_process_is_no_failure(
 
 
 def test_each_clear_gives_the_rows_of_every_size_another_name(
-    client: StoreClient, store: PlayedStore
+    client: StoreClient, store: PlayedStore, clock: Clock
 ) -> None:
     attached = [store.attached()]
     for _ in range(2):
@@ -271,6 +271,12 @@ def test_each_clear_gives_the_rows_of_every_size_another_name(
     ]
     assert [len(of_one) for of_one in names] == [2, 2, 2]
     assert len(set.union(*names)) == 6
+    store.hang_up()  # a crash, after which the rows are found again
+    store.has_ended = True
+    client.poll()
+    clock.now += 100.0
+    client.poll()
+    assert store.attached() == attached[-1]
 
 
 def test_a_store_that_does_not_come_back_after_a_clear_is_not_started_time_and_again(
