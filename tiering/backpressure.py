@@ -42,6 +42,8 @@ class WriteGate:
         """At most `rows_max` rows are under way at once."""
         self.rows_max = rows_max
         self.rows_under_way = 0
+        self.rows_stuck = 0
+        """Of jobs that ended, but whose write hangs: their slots are not free."""
         self.seconds_per_row: float | None = None
         """Of the rows under way, each; an average over the jobs of late, None before the first."""
         self.closed: HeldBack | None = None
@@ -66,7 +68,7 @@ class WriteGate:
             return min(1, wanted), self.closed
         if self.rows_under_way and now - self._progress_at >= STALL_S:
             return 0, HeldBack.STALLED
-        room, reason = self.rows_max - self.rows_under_way, HeldBack.SHARE
+        room, reason = self.rows_max - self.rows_under_way - self.rows_stuck, HeldBack.SHARE
         quick = self._quick_room()
         if quick < min(room, wanted):
             room, reason = quick, HeldBack.SLOW

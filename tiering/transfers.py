@@ -279,6 +279,7 @@ class TierTransfers:
                 self._offer_at[key] = now + _OFFER_AGAIN_S
             if outcome is RowOutcome.HUNG:
                 self._hung_writes[job.job_id, position] = key
+                self.gate.rows_stuck += 1
                 continue
             free.append(key)
             if outcome not in STORED:
@@ -291,6 +292,7 @@ class TierTransfers:
             self._primary.free(slot)
         else:
             self._primary.unpin([self._hung_writes.pop(place)])
+            self.gate.rows_stuck -= 1
 
     # -- reset ----------------------------------------------------------------------------------
 

@@ -119,6 +119,24 @@ def test_a_disk_whose_writes_stand_still_pins_no_more() -> None:
     assert tier.jobs == {2: ("write", keys(2, 3))}
 
 
+def test_writes_that_hang_count_as_pinned_until_they_are_let_go() -> None:
+    manager, tier, _ = make(8)
+    store(manager, *range(8))
+    tier.finish_all(RowOutcome.HUNG)
+    manager.end_step()
+    assert not tier.jobs, "half of the region hangs, and that is enough"
+    assert manager.primary.busy_count == 4
+    tier.released += [(1, 0), (1, 1)]
+    manager.end_step()
+    assert [names for _, names in tier.jobs.values()] == [keys(4, 5)]
+    tier.released += [(1, 2), (1, 3)]
+    for _ in range(3):
+        tier.finish_all()
+        manager.end_step()
+    assert tier.present == set(keys(4, 5, 6, 7))
+    assert is_idle(manager)
+
+
 def test_a_disk_that_fails_every_write_is_left_alone_but_for_probes() -> None:
     manager, tier, clock = make(100)
     for number in range(60):
