@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from storage.types import RowKey
 from tiering.backpressure import WriteGate
-from tiering.primary import REGION, ChunkState, PrimaryTier
+from tiering.primary import READING, READY, REGION, STORING, PrimaryTier
 from tiering.requests import Request, Requests
 from tiering.secondary import SecondaryTier
 from tiering.transfers import TierTransfers
@@ -52,6 +52,9 @@ class LookupResult(Enum):
     RETRY = "retry"
     """On disk, and the request waits for a slot; ask again in a later step."""
     MISS = "miss"
+
+
+_HIT, _HIT_PENDING, _RETRY, _MISS = LookupResult  # names are quicker to read than members
 
 
 class Tier(Enum):
@@ -131,8 +134,9 @@ class TieringManager:
         """
         request = self._requests.get(request_id)
         if request is not None:
-            self.primary.touch(request.chain)
-            self._touch_below(request.chain)
+            chain = dict.fromkeys(request.chain)
+            self.primary.touch(chain)
+            self._touch_below(chain)
             self._submit_reads(request, self._now())  # others may wait for them
             self._requests.finish(request, request_id)
 
@@ -155,17 +159,19 @@ class TieringManager:
         if request.asked_step != self._requests.step:
             self._requests.note_asking(request, self._now())
         if key in request.found:
-            return LookupResult.HIT
+            return _HIT
         source = request.sources.get(key)
         if source is not None and self._still_comes(key, request, self.tiers[source]):
             request.is_pending = True
-            return LookupResult.HIT_PENDING
-        result = self._lookup(key, request, self._now(), below=below)
-        if result is LookupResult.HIT:
+            return _HIT_PENDING
+        if self.primary.state(key) is READY:
             self._requests.hold(key, request)
             request.found.add(key)
-            self._count(key, request, REGION if source is None else source)
-        elif result is LookupResult.MISS:
+            if key not in request.counted:
+                self._count(key, request, REGION if source is None else source)
+            return _HIT
+        result = self._lookup(key, request, self._now(), below=below)
+        if result is _MISS:
             request.sources.pop(key, None)
             if not below:
                 self.counters.misses_above += key not in request.counted
@@ -175,14 +181,13 @@ class TieringManager:
         return result
 
     def _lookup(self, key: RowKey, request: Request, now: float, *, below: bool) -> LookupResult:
+        """Of a chunk that is not READY."""
         state = self.primary.state(key)
-        if state is ChunkState.READY:
-            return LookupResult.HIT
         if self._has_waited_enough(request):
-            return LookupResult.MISS
-        if state is ChunkState.STORING:
-            return LookupResult.HIT_PENDING
-        if state is ChunkState.READING:
+            return _MISS
+        if state is STORING:
+            return _HIT_PENDING
+        if state is READING:
             return self._join_promotion(key, request)
         if below:
             for transfers in self.tiers.values():
@@ -192,7 +197,7 @@ class TieringManager:
                     transfers.counters.lookups_refused += 1
                     if transfers.breaker.may_probe(now):
                         return self._probe(key, transfers, request, now)
-        return LookupResult.MISS
+        return _MISS
 
     def _still_comes(self, key: RowKey, request: Request, transfers: TierTransfers) -> bool:
         """Whether a lookup of this request that found the chunk READING would do so again."""
@@ -207,27 +212,27 @@ class TieringManager:
         transfers = next(t for t in self.tiers.values() if key in t.promoting)
         if transfers.breaker.is_open:
             transfers.counters.lookups_refused += 1
-            return LookupResult.MISS
+            return _MISS
         self._requests.hold(key, request)
         request.sources[key] = transfers.name
-        return LookupResult.HIT_PENDING
+        return _HIT_PENDING
 
     def _promote(
         self, key: RowKey, transfers: TierTransfers, request: Request, now: float
     ) -> LookupResult:
         if request.is_queued or self._requests.somebody_waits(now, before=request.order):
             self._requests.queue(request)
-            return LookupResult.RETRY
+            return _RETRY
         if not self._begin_read(key, transfers, request, now, request.order):
             # Waiting helps only if somebody else has what this request lacks, and will let it go.
             stuck = sum(t.stuck_count for t in self.tiers.values())
             if self.primary.used_count - stuck <= len(request.held):
-                return LookupResult.MISS
+                return _MISS
             self._requests.queue(request)
-            return LookupResult.RETRY
+            return _RETRY
         request.sources[key] = transfers.name
         self._requests.hold(key, request)
-        return LookupResult.HIT_PENDING
+        return _HIT_PENDING
 
     def _probe(
         self, key: RowKey, transfers: TierTransfers, request: Request, now: float
@@ -236,7 +241,7 @@ class TieringManager:
         is_turn = not self._requests.somebody_waits(now)
         if is_turn and self._begin_read(key, transfers, request, now, math.inf):
             transfers.breaker.probe()
-        return LookupResult.MISS
+        return _MISS
 
     def _begin_read(
         self, key: RowKey, transfers: TierTransfers, request: Request, now: float, order: float
@@ -246,7 +251,7 @@ class TieringManager:
         What requests that arrived at `order` or before hold is not evicted for it.
         """
         is_held = self._requests.protection(now, order)
-        evicted = self.primary.allocate([key], ChunkState.READING, is_held)
+        evicted = self.primary.allocate([key], READING, is_held)
         if evicted is None:
             return False
         self._note_evicted(evicted)
@@ -290,7 +295,7 @@ class TieringManager:
         request = self._requests.get(request_id)
         if request is not None:
             self._requests.settle(request)
-            request.chain.update(dict.fromkeys(keys))
+            request.chain += keys
         self._touch_below(keys)
         return slots
 
@@ -324,7 +329,7 @@ class TieringManager:
             self.counters.stores_declined += offered - len(new)
             if not new:
                 return None
-        evicted = self.primary.allocate(new, ChunkState.STORING, is_protected)
+        evicted = self.primary.allocate(new, STORING, is_protected)
         if evicted is None:
             self.counters.stores_declined += len(new)
             return None
@@ -332,7 +337,7 @@ class TieringManager:
         if len(new) < len(keys):
             self.primary.touch(keys)
         if request is not None:
-            request.chain.update(dict.fromkeys(keys))
+            request.chain += keys
         return StorePlan(new, self.primary.slots(new), evicted)
 
     def complete_store(self, keys: Collection[RowKey], *, success: bool = True) -> None:

@@ -46,8 +46,8 @@ class Request:
     """By tier: chunks that have a slot and whose read is not submitted yet."""
     sources: dict[RowKey, str] = field(default_factory=dict)
     counted: set[RowKey] = field(default_factory=set)
-    chain: dict[RowKey, None] = field(default_factory=dict)
-    """What it loaded and stored, in order."""
+    chain: list[RowKey] = field(default_factory=list)
+    """What it loaded and stored, in order; some of it more than once."""
     is_out_of_time: bool = False
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from operator import itemgetter
+from typing import NamedTuple
 
 from storage.service.client import FinishedJob
 from storage.types import STORED, RowKey, RowOutcome
@@ -24,6 +25,7 @@ _OFFER_AGAIN_S = 1.0  # to a tier that declined a chunk: its own back-off begins
 _FAILED_READ_RETRY_S = 30.0  # a key whose read failed is a miss for that long
 _MAX_FAILED_KEYS = 100_000
 
+_OK, _ALREADY_STORED, _HUNG = RowOutcome.OK, RowOutcome.ALREADY_STORED, RowOutcome.HUNG
 _DEVICE_FAILURES = frozenset({RowOutcome.FAILED, RowOutcome.HUNG})
 _ANSWERS = frozenset({RowOutcome.OK, RowOutcome.CORRUPT})
 
@@ -44,8 +46,7 @@ class TierCounters:
     lost: int = 0  # of these, chunks that left the region before they were offered
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(NamedTuple):
     keys: list[RowKey]
     ahead: int  # rows under way when it was submitted, these included
 
@@ -141,18 +142,24 @@ class TierTransfers:
     def offer(self, chunks: Iterable[RowKey], now: float) -> None:
         """Cascade what the tier lacks of READY chunks, of one request first to last, unless it was
         asked lately: at once, or when the tier takes rows again."""
-        wanted = [
-            key
-            for key in chunks
-            if key not in self.tier
-            and key not in self._backlog
-            and self._offer_at.get(key, now) <= now
-        ]
+        wanted = self.tier.missing(chunks)
+        if self._backlog or self._offer_at:
+            wanted = [
+                key
+                for key in wanted
+                if key not in self._backlog and self._offer_at.get(key, now) <= now
+            ]
         if not wanted or not self.is_offering:
             return
         self._offers += 1
-        self._backlog.update(dict.fromkeys(wanted, self._offers))
-        reason = self._offer_backlog(now)
+        if self._backlog:
+            self._backlog.update(dict.fromkeys(wanted, self._offers))
+            reason = self._offer_backlog(now)
+        else:
+            granted, reason = self.gate.grant(len(wanted), now, takes_writes=self.tier.takes_writes)
+            if granted:
+                self._write(wanted[:granted], now)
+            self._backlog.update(dict.fromkeys(wanted[granted:], self._offers))
         if reason is not None:
             self.counters.held_back[reason] += min(len(self._backlog), len(wanted))
 
@@ -203,7 +210,7 @@ class TierTransfers:
                 self._finish_write(job, write, now)
             elif job.job_id == self._clearing:
                 self._clearing = None
-                self._is_cleared = job.outcomes == [RowOutcome.OK]
+                self._is_cleared = job.outcomes == [_OK]
         for place in self.tier.take_released():
             self._release(place)
         self.breaker.check(now)
@@ -213,17 +220,17 @@ class TierTransfers:
 
     def _finish_read(self, job: FinishedJob, keys: Sequence[RowKey], now: float) -> list[RowKey]:
         self.promoting.difference_update(keys)
-        if job.outcomes.count(RowOutcome.OK) == len(keys):
+        if job.outcomes.count(_OK) == len(keys):
             self._primary.publish(keys)
             self.breaker.finished(now, answered=len(keys), failed=0)
             return []
         outcomes = list(zip(keys, job.outcomes, strict=True))
-        self._primary.publish(key for key, outcome in outcomes if outcome is RowOutcome.OK)
-        failed = [key for key, outcome in outcomes if outcome is not RowOutcome.OK]
+        self._primary.publish(key for key, outcome in outcomes if outcome is _OK)
+        failed = [key for key, outcome in outcomes if outcome is not _OK]
         for position, (key, outcome) in enumerate(outcomes):
-            if outcome is RowOutcome.HUNG:
+            if outcome is _HUNG:
                 self._hung_reads[job.job_id, position] = self._primary.disown(key)
-            elif outcome is not RowOutcome.OK:
+            elif outcome is not _OK:
                 self._primary.abandon([key])
         self.counters.promotions_failed += len(failed)
         if len(self._failed_reads) > _MAX_FAILED_KEYS:
@@ -237,11 +244,16 @@ class TierTransfers:
         return failed
 
     def _finish_write(self, job: FinishedJob, write: _Write, now: float) -> None:
-        stored = sum(job.outcomes.count(outcome) for outcome in STORED)
+        written = job.outcomes.count(_OK)
+        stored = written
+        if written < len(write.keys):
+            stored += job.outcomes.count(_ALREADY_STORED)
         refused: list[RowKey] = []
         free = write.keys
+        failed = 0
         if stored < len(write.keys):
             free, refused = self._part_write(job, write, now)
+            failed = sum(outcome in _DEVICE_FAILURES for outcome in job.outcomes)
         else:
             for key in write.keys:
                 del self._offer_at[key]
@@ -255,8 +267,8 @@ class TierTransfers:
             len(write.keys),
             write.ahead,
             now,
-            stored=job.outcomes.count(RowOutcome.OK),
-            failed=sum(outcome in _DEVICE_FAILURES for outcome in job.outcomes),
+            stored=written,
+            failed=failed,
             seconds=job.seconds,
         )
         is_refused = self.gate.closed is not None or not self.tier.takes_writes
@@ -277,7 +289,7 @@ class TierTransfers:
                 del self._offer_at[key]
             else:
                 self._offer_at[key] = now + _OFFER_AGAIN_S
-            if outcome is RowOutcome.HUNG:
+            if outcome is _HUNG:
                 self._hung_writes[job.job_id, position] = key
                 self.gate.rows_stuck += 1
                 continue

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -80,8 +81,7 @@ class RegionRows:
     row_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedJob:
+class FinishedJob(NamedTuple):
     """Reported once per job.  `outcomes[i]` belongs to the job's i-th key.  Where it is HUNG, the
     key's slot stays the store's until `take_released` names it."""
 
@@ -114,7 +114,9 @@ def spawn_store_process(connection: socket.socket) -> subprocess.Popen[bytes]:
     )
 
 
+_SENT_AT_ONCE = (Read, Clear)
 _OUTCOMES = tuple(RowOutcome)  # by code
+_HUNG = RowOutcome.HUNG
 
 
 def _decode_outcomes(codes: bytes) -> list[RowOutcome]:
@@ -174,6 +176,7 @@ class StoreClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._splitter = FrameSplitter()
         self._unsent = bytearray()
+        self._received = memoryview(bytearray(_RECEIVE_BYTES))
         self._ready = False
         self._refusal: str | None = None
         self._restart_at = 0.0
@@ -273,6 +276,11 @@ class StoreClient:
     def __contains__(self, key: bytes) -> bool:
         """Whether the store has `key`, as far as is known here.  A stale yes is a clean miss."""
         return key in self._found
+
+    def missing(self, keys: Iterable[RowKey]) -> list[RowKey]:
+        """Those of `keys` that are not `in` it."""
+        found = self._found
+        return [key for key in keys if key not in found]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -444,7 +452,7 @@ class StoreClient:
         """Sent with all that was put before it: at once if somebody waits for it, else by the next
         poll.  A send wakes the store process, which may then take the caller's core."""
         self._unsent += messages.encode_frame([request])
-        if isinstance(request, Read | Clear):
+        if isinstance(request, _SENT_AT_ONCE):
             self._send_pending()
 
     def _send_pending(self) -> None:
@@ -461,17 +469,17 @@ class StoreClient:
         if self._connection is None:
             return
         try:
-            data = self._connection.recv(_RECEIVE_BYTES)
+            size = self._connection.recv_into(self._received)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             self._lost()
             return
         self._heard()
         try:
-            for body in self._splitter.feed(data):
+            for body in self._splitter.feed(self._received[:size]):
                 for reply in messages.reply_decoder.decode(body):
                     self._handle(reply)
         except (ValueError, msgspec.MsgspecError) as exc:
@@ -489,8 +497,8 @@ class StoreClient:
                     raise ValueError(f"{len(outcomes)} outcomes of job {job_id}")
                 decoded = _decode_outcomes(outcomes)
                 hung = set()
-                if RowOutcome.HUNG in outcomes:
-                    hung = {i for i, o in enumerate(decoded) if o is RowOutcome.HUNG}
+                if _HUNG in outcomes:
+                    hung = {i for i, o in enumerate(decoded) if o is _HUNG}
                 if self._given_up.pop(job_id, None) is not None:
                     self._release(job_id, sorted(self._hung[job_id] - hung))
                     return

@@ -1,7 +1,8 @@
 """What an engine and a store process say to each other: small typed messages, never data.
 
 A frame is a little-endian uint32 length and that many bytes of msgpack: a list of messages, in
-order.  The region's file descriptor travels once, with the frame that holds `Attach`.
+order.  The region's file descriptor travels once, with the frame that holds `Attach`.  Replies are
+arrays, without the names of fields: the engine's scheduler takes them in.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Clear(msgspec.Struct, tag="clear", frozen=True):
     job_id: int
 
 
-class Attached(msgspec.Struct, tag="attached", frozen=True):
+class Attached(msgspec.Struct, tag="attached", frozen=True, array_like=True):
     """The root is open.  `Published` messages with all present keys follow, then `Ready`."""
 
     pid: int
@@ -90,25 +91,25 @@ class Attached(msgspec.Struct, tag="attached", frozen=True):
     direct: bool
 
 
-class Ready(msgspec.Struct, tag="ready", frozen=True):
+class Ready(msgspec.Struct, tag="ready", frozen=True, array_like=True):
     """The engine's replica of the index is complete; from here on it is kept up to date."""
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True):
+class Refused(msgspec.Struct, tag="refused", frozen=True, array_like=True):
     """The store can't be opened; `reason` is for the user.  The connection ends."""
 
     reason: str
 
 
-class Published(msgspec.Struct, tag="published", frozen=True):
+class Published(msgspec.Struct, tag="published", frozen=True, array_like=True):
     keys: list[RowKey]
 
 
-class Withdrawn(msgspec.Struct, tag="withdrawn", frozen=True):
+class Withdrawn(msgspec.Struct, tag="withdrawn", frozen=True, array_like=True):
     keys: list[RowKey]
 
 
-class Done(msgspec.Struct, tag="done", frozen=True):
+class Done(msgspec.Struct, tag="done", frozen=True, array_like=True):
     """`outcomes[i]` is the `RowOutcome` of the job's i-th key; of `Clear`, OK or FAILED."""
 
     job_id: int
@@ -117,7 +118,7 @@ class Done(msgspec.Struct, tag="done", frozen=True):
     seconds: float
 
 
-class Released(msgspec.Struct, tag="released", frozen=True):
+class Released(msgspec.Struct, tag="released", frozen=True, array_like=True):
     """The device has let go of the region rows at these `positions` of a job whose `Done` called
     them HUNG: they are the engine's again."""
 
@@ -133,7 +134,7 @@ class RootUsage(msgspec.Struct, frozen=True):
     state: str
 
 
-class Usage(msgspec.Struct, tag="usage", frozen=True):
+class Usage(msgspec.Struct, tag="usage", frozen=True, array_like=True):
     """Figures of the root and of this namespace since it was opened; sent when they change.
 
     The first are those of `StoreUsage`, the others those of `RowCounters`.
@@ -237,16 +238,37 @@ class FrameSplitter:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """The bodies of the frames that `data` completes.  Raises `ValueError` on nonsense."""
+    def feed(self, data: bytes | memoryview) -> list[memoryview]:
+        """The bodies of the frames that `data` completes; they may be views of it.  Raises
+        `ValueError` on nonsense."""
+        if not self._buffer:
+            bodies, used = _whole_frames(memoryview(data))
+            self._buffer += data[used:]
+            return bodies
         self._buffer += data
-        bodies = []
-        while len(self._buffer) >= FRAME_HEAD.size:
-            (size,) = FRAME_HEAD.unpack_from(self._buffer)
-            if size > MAX_FRAME_BYTES:
-                raise ValueError(f"frame of {size} bytes: expected at most {MAX_FRAME_BYTES}")
-            if len(self._buffer) < FRAME_HEAD.size + size:
-                break
-            bodies.append(bytes(self._buffer[FRAME_HEAD.size : FRAME_HEAD.size + size]))
-            del self._buffer[: FRAME_HEAD.size + size]
+        if len(self._buffer) < FRAME_HEAD.size or len(self._buffer) < _frame_end(self._buffer, 0):
+            return []
+        whole = memoryview(bytes(self._buffer))
+        bodies, used = _whole_frames(whole)
+        self._buffer = bytearray(whole[used:])
         return bodies
+
+
+def _frame_end(data: bytearray | memoryview, start: int) -> int:
+    size: int = FRAME_HEAD.unpack_from(data, start)[0]
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"frame of {size} bytes: expected at most {MAX_FRAME_BYTES}")
+    return start + FRAME_HEAD.size + size
+
+
+def _whole_frames(data: memoryview) -> tuple[list[memoryview], int]:
+    """The bodies of the frames that `data` begins with, and how many bytes they take with their
+    heads.  Raises `ValueError` on nonsense."""
+    bodies, start = [], 0
+    while len(data) - start >= FRAME_HEAD.size:
+        end = _frame_end(data, start)
+        if len(data) < end:
+            break
+        bodies.append(data[start + FRAME_HEAD.size : end])
+        start = end
+    return bodies, start

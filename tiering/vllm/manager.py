@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from storage.service.client import StoreClient
 from tiering.manager import LookupResult, Tier, TieringManager
 from tiering.metrics import Increments, StoreFigures, collect
+from tiering.pace import ReportPace
 from tiering.region import Region
 from tiering.rows import RowLayout
 from tiering.vllm.events import EventStream
@@ -33,6 +34,7 @@ from tiering.vllm.stats import connector_stats
 
 _HIT, _MISS = VllmLookupResult.HIT, VllmLookupResult.MISS
 _HIT_PENDING, _RETRY = VllmLookupResult.HIT_PENDING, VllmLookupResult.RETRY
+_OUR_HIT, _OUR_HIT_PENDING, _, _OUR_MISS = LookupResult  # names are quicker to read than members
 _ALL_TIERS = TierFilter.ALL
 _BY_CHUNK = RequestOffloadingContext()  # one for all requests: vLLM reads it
 NO_CLIENTS: Mapping[str, StoreClient] = MappingProxyType({})
@@ -62,6 +64,7 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         self._region = region
         self._clients = clients
         self._increments = Increments()
+        self._pace = ReportPace()
         self._announces = announces
         self._events = EventStream()
         if announces:
@@ -90,11 +93,11 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         tiers = req_context.load_tier_filter
         below = tiers is _ALL_TIERS or tiers.allows(Medium.STORAGE, Locality.LOCAL)
         result = self._manager.lookup(key, req_context.req_id, below=below)
-        if result is LookupResult.HIT:
+        if result is _OUR_HIT:
             return _HIT
-        if result is LookupResult.MISS:
+        if result is _OUR_MISS:
             return _MISS
-        return _HIT_PENDING if result is LookupResult.HIT_PENDING else _RETRY
+        return _HIT_PENDING if result is _OUR_HIT_PENDING else _RETRY
 
     def get_load_source(self, key: Any, req_context: Any) -> Any:
         return _SOURCES[self._manager.source(key, req_context.req_id)]
@@ -104,6 +107,7 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
 
     def complete_load(self, keys: Any, req_context: Any) -> None:  # noqa: ARG002
         self._manager.complete_load(keys)
+        self._pace.note()
 
     def prepare_store(self, keys: Any, req_context: Any) -> Any:
         plan = self._manager.prepare_store(keys, req_context.req_id)
@@ -122,6 +126,7 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         success: bool = True,
     ) -> None:
         self._manager.complete_store(keys, success=success)
+        self._pace.note()
 
     def touch(self, keys: Any, req_context: Any) -> None:  # noqa: ARG002
         self._manager.primary.touch(keys)
@@ -136,6 +141,7 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
         return self._events.take()
 
     def reset_cache(self) -> None:
+        self._pace.note()
         if not self._manager.reset():
             raise RuntimeError(
                 "kvtier: the cache is not reset: transfers to disk did not end, or the store "
@@ -147,8 +153,10 @@ class VllmManager(OffloadingManager):  # type: ignore[misc]
             name: StoreFigures(client.usage, client.is_up, client.restarts)
             for name, client in self._clients.items()
         }
-        if self._layout is None:
-            return connector_stats((), self._increments)
+        if self._layout is None or not self._pace.is_due(
+            is_busy=self._manager.is_busy, figures=figures
+        ):
+            return None
         return connector_stats(collect(self._manager, self._layout, figures), self._increments)
 
     def shutdown(self) -> None:

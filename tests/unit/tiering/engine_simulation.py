@@ -61,6 +61,9 @@ class SimulatedDisk:
         self._released: list[tuple[int, int]] = []
         self._next = 0
 
+    def missing(self, keys: Iterable[RowKey]) -> list[RowKey]:
+        return [key for key in keys if key not in self]
+
     def __contains__(self, key: bytes) -> bool:
         return key in self.rows
 

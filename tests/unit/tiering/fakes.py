@@ -33,6 +33,9 @@ class FakeTier:
         self.write_rows_max = 1_000_000
         self._next = 0
 
+    def missing(self, keys: Iterable[RowKey]) -> list[RowKey]:
+        return [key for key in keys if key not in self]
+
     def __contains__(self, key: bytes) -> bool:
         return key in self.present
 
