@@ -15,14 +15,17 @@ from storage.types import RowKey, RowOutcome
 class RowCounters(CodecCounters):
     """Since the namespace was opened.  Each row of a job counts once, under its outcome:
 
-    rows_offered == rows_written + rows_already_stored + writes_declined + writes_failed.
+    rows_offered == rows_written + rows_already_stored + writes_declined + writes_failed
+                    + writes_hung.
     """
 
     rows_read: int = 0
     bytes_read: int = 0
     rows_missing: int = 0
     rows_corrupt: int = 0
-    reads_failed: int = 0  # those that hang included
+    reads_failed: int = 0  # the device said so
+    reads_hung: int = 0  # had not returned by their deadline
+    reads_expired: int = 0  # had not begun by then, or the disk had caught every thread
     rows_offered: int = 0
     rows_written: int = 0
     bytes_written: int = 0
@@ -33,7 +36,8 @@ class RowCounters(CodecCounters):
     declined_twice: int = 0  # the same key is being written by another job
     declined_admission: int = 0  # not worth a write, as far as the policy of admission knows
     declined_write_budget: int = 0  # the drive has been given its bytes of the day
-    writes_failed: int = 0  # those that hang included
+    writes_failed: int = 0  # the device said so
+    writes_hung: int = 0  # had not returned by their deadline
     rows_evicted: int = 0  # for other rows of the namespace
     rows_given_up: int = 0  # with segments that went: a smaller budget, another namespace, no file
     rows_moved: int = 0  # out of segments that went

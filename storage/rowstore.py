@@ -358,7 +358,7 @@ class RowStore:
     def _expire_part(self, queue: Queue, part: Part) -> None:
         with self._owner.lock:
             if queue is Queue.READ:
-                self.counters.reads_failed += len(part.keys)
+                self.counters.reads_expired += len(part.keys)
             else:
                 self.counters.declined_busy += len(part.keys)
                 for position in range(len(part.keys)):
@@ -372,10 +372,10 @@ class RowStore:
                 return
             count = len(part.hung)
             if queue is Queue.READ:
-                self.counters.reads_failed += count
+                self.counters.reads_hung += count
                 self._owner.space.place_failed(errno.ETIMEDOUT)
             else:
-                self.counters.writes_failed += count
+                self.counters.writes_hung += count
                 self._owner.space.write_failed(errno.ETIMEDOUT, "a write does not return")
         log.warning("the disk hangs: a %s of %d rows has not returned", queue.name.lower(), count)
         if part.job.part_done():

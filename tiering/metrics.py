@@ -221,6 +221,8 @@ def collect_store(store: StoreFigures, tier: str = DISK_TIER) -> Iterator[Sample
         ("missing", usage.rows_missing),
         ("corrupt", usage.rows_corrupt),
         ("failed", usage.reads_failed),
+        ("hung", usage.reads_hung),
+        ("expired", usage.reads_expired),
     ):
         yield Sample(ROWS_READ, (tier, outcome), count)
     for outcome, count in (
@@ -233,6 +235,7 @@ def collect_store(store: StoreFigures, tier: str = DISK_TIER) -> Iterator[Sample
         ("not admitted", usage.declined_admission),
         ("declined write budget", usage.declined_write_budget),
         ("failed", usage.writes_failed),
+        ("hung", usage.writes_hung),
     ):
         yield Sample(ROWS_WRITTEN, (tier, outcome), count)
     yield Sample(CODEC_ROWS, (tier, "encoded"), usage.rows_encoded)

@@ -151,7 +151,9 @@ class _Pass:
     @property
     def errors(self) -> int:
         usage = self.usage
-        return usage.writes_failed + usage.reads_failed + usage.rows_corrupt
+        writes = usage.writes_failed + usage.writes_hung
+        reads = usage.reads_failed + usage.reads_hung + usage.reads_expired
+        return writes + reads + usage.rows_corrupt
 
 
 def _serve(

@@ -161,6 +161,8 @@ class Usage(msgspec.Struct, tag="usage", frozen=True, array_like=True):
     rows_missing: int = 0
     rows_corrupt: int = 0
     reads_failed: int = 0
+    reads_hung: int = 0
+    reads_expired: int = 0
     rows_offered: int = 0
     rows_written: int = 0
     bytes_written: int = 0
@@ -172,6 +174,7 @@ class Usage(msgspec.Struct, tag="usage", frozen=True, array_like=True):
     declined_admission: int = 0
     declined_write_budget: int = 0
     writes_failed: int = 0
+    writes_hung: int = 0
     rows_evicted: int = 0
     rows_given_up: int = 0
     rows_moved: int = 0

@@ -228,7 +228,7 @@ def test_faults_a_disk_that_hangs_is_a_miss_and_comes_back(
     assert change.of("lookups_refused_total") > 0
     stored = change.of("chunks_stored_total")
     assert stored >= len(FRESH["hung"]) * CHUNKS, "the region is starved"
-    await_that(lambda: server.value("rows_read_total", outcome="failed") > 0, "no read has failed")
+    await_that(lambda: server.value("rows_read_total", outcome="hung") > 0, "no read hangs")
     server.control()
     server.settled()
     await_from_disk(server, GOOD, expected)

@@ -478,7 +478,9 @@ def test_a_call_that_hangs_ends_as_a_miss_and_keeps_its_buffer(memory_path: Path
     assert harness.write([KEYS[31]]) == [OK]
     harness.check(harness.keys())
     count = harness.rows.count()
-    declined_or_failed = count.writes_declined + count.writes_failed
+    assert (count.writes_hung > 0) == (op == "pwritev")
+    assert (count.reads_hung > 0) == (op == "preadv")
+    declined_or_failed = count.writes_declined + count.writes_failed + count.writes_hung
     assert count.rows_offered == (
         count.rows_written + count.rows_already_stored + declined_or_failed
     )

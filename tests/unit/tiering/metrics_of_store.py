@@ -43,7 +43,7 @@ _READ = {
     RowOutcome.MISSING: "missing",
     RowOutcome.CORRUPT: "corrupt",
     RowOutcome.FAILED: "failed",
-    RowOutcome.HUNG: "failed",
+    RowOutcome.HUNG: "hung",
 }
 
 
@@ -198,6 +198,33 @@ def a_disk_that_fails(path: Path) -> Observation:
             **by_label(metrics.ROOT_STATE, {"read-only": 1}, str(path / "root")),
             of_disk(metrics.DISK_DEGRADED): 1,
         },
+    )
+
+
+def a_disk_that_hangs(path: Path) -> Observation:
+    """Its one thread is caught by a read, so that the next one can't begin; then by a write."""
+    with opened(path, io_threads=1, read_timeout_s=0.05, write_timeout_s=0.05) as harness:
+        written = Counter(harness.write(K[:3]))
+        reads: Counter[str] = Counter()
+        for op in ("preadv", "pwritev"):
+            gate, reached = threading.Event(), threading.Event()
+            fault = harness.faulty.add(Wait(gate, reached), op)
+            if op == "preadv":
+                reads += read_by_outcome(harness, K[:2])
+                reads["expired"] += [outcome for outcome, _ in harness.read(K[2:3])].count(
+                    RowOutcome.FAILED
+                )
+            else:
+                written += Counter(harness.write(K[5:7]))
+            harness.faulty.faults.remove(fault)
+            gate.set()
+            wait_until(lambda: harness.rows.pin_count == harness.rows.writing_count == 0)
+        said = samples_of(harness)
+    assert (reads["hung"], reads["expired"], written[RowOutcome.HUNG]) == (2, 1, 2)
+    outcomes = {"ok": written[OK], "hung": written[RowOutcome.HUNG]}
+    return Observation(
+        said,
+        {**by_label(metrics.ROWS_READ, dict(reads)), **by_label(metrics.ROWS_WRITTEN, outcomes)},
     )
 
 
@@ -504,6 +531,7 @@ HISTORIES: dict[str, History] = {
         reads_writes_and_evictions,
         writes_that_are_declined,
         a_disk_that_fails,
+        a_disk_that_hangs,
         a_disk_that_is_suspended,
         a_disk_that_recovers,
         rows_not_worth_a_write,
