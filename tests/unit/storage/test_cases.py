@@ -59,7 +59,7 @@ ELSEWHERE = {
     "B27": "tests/unit/tiering/test_worker.py::test_the_first_chunk_may_be_entered_in_its_middle",
     "B32": "tests/unit/storage/test_namespace.py::test_names_are_the_same_in_fresh_interpreters_whatever_the_hash_seed",
     "B37": "tests/integration/test_vllm_identity_fields.py::test_identity_follows_the_weights_and_not_the_path",
-    "B38": "tests/integration/test_vllm_layout.py::test_identity_tells_apart_what_shapes_the_bytes",
+    "B38": "tests/integration/test_vllm_identity_fields.py::test_identity_tells_apart_what_shapes_the_bytes",
     "B40": "tests/unit/storage/test_namespace.py::test_every_name_has_a_directory_of_its_own_inside_the_root",
     "B41": "storage/testing/contract.py::test_keys_that_agree_in_part_are_different_rows",
     "B43": "tests/unit/tiering/test_rows.py::test_single_copies_make_the_same_row_at_every_tp",
