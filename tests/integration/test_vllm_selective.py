@@ -17,8 +17,10 @@ import tests.integration.quiet_vllm  # isort: skip  # noqa: F401
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext
 
+from storage.changes import ChangeLog, Changes
+from storage.types import RowKey
 from tiering.manager import TieringManager
 from tiering.primary import PrimaryTier
 from tiering.vllm import adapters as adapters_module
@@ -198,6 +200,66 @@ def test_events_of_an_adapters_chunks_have_vllms_keys(
     assert told[False] == KEYS[2:]
     assert set(told[True]) < set(KEYS[:2])
     assert len(manager._vllm_keys) == 1, "what is gone is forgotten"
+
+
+class Disk:
+    """A store client, as far as events go."""
+
+    def __init__(self, *found: bytes) -> None:
+        self.keys = set(map(RowKey, found))
+        self.log = ChangeLog(self.keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.keys
+
+    def follow(self) -> None: ...
+
+    @property
+    def change_count(self) -> int:
+        return len(self.log)
+
+    def take_changes(self, limit: int) -> Changes:
+        return self.log.take(limit)
+
+    def gain(self, key: bytes) -> None:
+        self.keys.add(RowKey(key))
+        self.log.note_stored([RowKey(key)])
+
+    def lose_all(self) -> None:
+        self.log.note_lost(self.keys)
+        self.keys = set()
+
+
+def test_events_of_an_adapters_chunks_are_taken_back_by_the_keys_that_were_told(
+    managers: list[SelectiveManager], tmp_path: Path
+) -> None:
+    """Also of those that were found at start, whose keys nobody knows any more."""
+    manager = make(managers, announces=True)
+    adapter = lora(write_adapter(tmp_path / "adapter"))
+    context = _settled(manager, begin(manager, "request", adapter))
+    names = manager._named(KEYS, context)
+    disk = Disk(names[2])
+    manager._clients = {"disk": disk}  # type: ignore[dict-item]
+    manager._events.add_disk("disk", disk)
+    known: dict[Medium, set[bytes]] = {Medium.CPU: set(), Medium.STORAGE: set()}
+
+    def take() -> None:
+        for event in manager.take_events():
+            if event.removed:
+                assert known[event.medium].issuperset(event.keys)
+                known[event.medium].difference_update(event.keys)
+            else:
+                known[event.medium].update(event.keys)
+
+    store(manager, KEYS, context)
+    disk.gain(names[0])
+    take()
+    assert known == {Medium.CPU: {*KEYS[:2], names[2]}, Medium.STORAGE: {KEYS[0], names[2]}}
+    disk.lose_all()
+    manager.reset_cache()
+    take()
+    assert known == {Medium.CPU: set(), Medium.STORAGE: set()}
+    assert manager._vllm_keys == {}
 
 
 def test_a_salt_is_its_own_inverse_and_keeps_the_group() -> None:

@@ -50,6 +50,7 @@ class SelectiveManager(VllmManager):
         self._expected: dict[str, _Adapter] = {}
         # Name of an adapter's chunk -> vLLM's key of it, for events, while the chunk is somewhere.
         self._vllm_keys: dict[bytes, bytes] = {}
+        self._removed: set[bytes] = set()  # of these, told as gone from some tier lately
 
     def uses_adapter(self, request_id: str, lora_request: Any) -> None:
         """Comes before `on_new_request` of that request."""
@@ -89,7 +90,10 @@ class SelectiveManager(VllmManager):
         if not named:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if self._announces and named is not keys:
-            self._vllm_keys.update(zip(named, keys, strict=True))
+            for name, key in zip(named, keys, strict=True):
+                # What a disk had at start was told by its name, and must be taken back by it.
+                if not self._is_somewhere(RowKey(name)):
+                    self._vllm_keys[name] = key
         output = super().prepare_store(named, req_context)
         if output is not None:
             output.keys_to_store = self._named(output.keys_to_store, req_context)  # and back
@@ -106,12 +110,14 @@ class SelectiveManager(VllmManager):
     def take_events(self) -> Iterable[Any]:
         events = list(super().take_events())
         for event in events if self._vllm_keys else ():
-            names = event.keys
-            event.keys = [self._vllm_keys.get(name, name) for name in names]
             if event.removed:
-                for name in names:
-                    if not self._is_somewhere(RowKey(name)):
-                        self._vllm_keys.pop(name, None)
+                self._removed.update(self._vllm_keys.keys() & set(event.keys))
+            event.keys = [self._vllm_keys.get(name, name) for name in event.keys]
+        if self._removed and not self._events.is_pending:  # else one is still to be told as gone
+            for name in self._removed:
+                if not self._is_somewhere(RowKey(name)):
+                    del self._vllm_keys[name]
+            self._removed.clear()
         return events
 
     def _is_somewhere(self, name: RowKey) -> bool:

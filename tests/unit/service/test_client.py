@@ -301,8 +301,10 @@ def test_a_killed_store_process_fails_its_jobs_and_comes_back(
     assert client.poll()[0].outcomes == [RowOutcome.FAILED], "at once, while it is away"
     wait_until_up(client)
     assert client.restarts == 1
-    assert len(client) == 8
+    assert len(client) == client.usage.rows == 8
+    assert client.usage.rows_written == 8, "by the one that was killed"
     assert read_back(client, region, *range(8)) == [RowOutcome.OK] * 8
+    assert (client.usage.rows_read, client.usage.rows_written) == (8, 8)
 
 
 @pytest.mark.slow
