@@ -14,9 +14,10 @@ part that fits.
 
 Nothing waits for ever.  A request for which disk reads, slots or the stores of others do not come
 within `promotion_timeout_s`, all its waits together, finds misses from then on.  A tier whose reads
-stand still for half of that, or fail time after time, is a miss for everybody until one succeeds.
-The slot of a row whose read or write hangs stays the tier's until the disk lets go.  The slots of a
-store that some rank never acknowledges stay lost: the rank may be writing.
+stand still for half of that, or fail time after time, is a miss for everybody until one succeeds,
+and so is a chunk whose store takes as long.  The slot of a row whose read or write hangs stays the
+tier's until the disk lets go.  The slots of a store that some rank never acknowledges stay lost:
+the rank may be writing.
 
 One thread, the scheduler's, makes all calls.  None blocks, except `reset` and `close`.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -106,12 +108,14 @@ class TieringManager:
         self._now = now
         self._requests = Requests()
         self._promoting: list[Request] = []  # those with reads to submit
+        self._stall_s = promotion_timeout_s / _STALL_SHARE
+        self._begun: deque[tuple[float, int]] = deque()  # when stores began -> number of a chunk
+        self._overdue = -1  # stores of chunks up to this number should have ended
         for name, tier in (secondaries or {}).items():
             assert name != REGION, name
             share = primary.slot_count // _PINNED_SHARE // len(secondaries or {})
             gate = WriteGate(max(1, min(share, tier.write_rows_max)))
-            stall_s = promotion_timeout_s / _STALL_SHARE
-            self.tiers[name] = TierTransfers(name, tier, primary, gate, stall_s)
+            self.tiers[name] = TierTransfers(name, tier, primary, gate, self._stall_s)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -186,7 +190,7 @@ class TieringManager:
         if self._has_waited_enough(request):
             return _MISS
         if state is STORING:
-            return _HIT_PENDING
+            return _MISS if self.primary.number(key) <= self._overdue else _HIT_PENDING
         if state is READING:
             return self._join_promotion(key, request)
         if below:
@@ -334,6 +338,8 @@ class TieringManager:
             self.counters.stores_declined += len(new)
             return None
         self._note_evicted(evicted)
+        if new:
+            self._begun.append((now, self.primary.number(new[-1])))
         if len(new) < len(keys):
             self.primary.touch(keys)
         if request is not None:
@@ -367,6 +373,8 @@ class TieringManager:
         promoting, self._promoting = self._promoting, []
         for request in promoting:
             self._submit_reads(request, now)
+        while self._begun and self._begun[0][0] <= now - self._stall_s:
+            self._overdue = self._begun.popleft()[1]
         self._requests.end_step()
 
     def poll(self) -> None:

@@ -74,6 +74,10 @@ class PrimaryTier:
     def slot(self, key: RowKey) -> int:
         return self._slots[key]
 
+    def number(self, key: RowKey) -> int:
+        """Counts chunks as they come: of one that came later it is higher."""
+        return self._numbers[key]
+
     def slots(self, keys: Iterable[RowKey]) -> list[int]:
         """Of chunks that are all present."""
         return list(map(self._slots.__getitem__, keys))

@@ -461,13 +461,16 @@ def test_a_store_that_a_rank_never_acknowledges_costs_its_slots_and_nothing_else
     manager, tier, clock = make(4)
     plan = manager.prepare_store(keys(1, 2))
     assert plan is not None
-    for _ in range(3):
+    for _ in range(4):
         assert lookups(manager, "r", 1) == [PENDING]
-        clock.now += 3.4
+        clock.now += 1.25
         manager.end_step()
     assert lookups(manager, "r", 1, 2) == [MISS, MISS], "who waited long enough computes"
-    assert manager.counters.promotions_timed_out == 1
+    assert lookups(manager, "next", 1, 2) == [MISS, MISS], "and nobody else waits"
     manager.finish("r")
+    assert manager.prepare_store(keys(3)) is not None
+    assert lookups(manager, "next", 3) == [PENDING], "as for a store that has just begun"
+    manager.complete_store(keys(3))
     for numbers in ((3, 4), (5, 6)):
         store(manager, *numbers)
         manager.end_step()

@@ -188,10 +188,10 @@ def test_a_request_that_loads_without_what_is_still_pending_waits_no_longer() ->
     manager, tier, clock = make(8)
     store(manager, 1)
     tier.finish_all()
-    assert manager.prepare_store(keys(2)) is not None
-    for _ in range(4):
+    for number in range(2, 6):
+        assert manager.prepare_store(keys(number)) is not None
         manager.end_step()
-        assert lookups(manager, "r", 1, 2) == [HIT, PENDING]
+        assert lookups(manager, "r", 1, number) == [HIT, PENDING]
         manager.prepare_load(keys(1), "r")
         manager.complete_load(keys(1))
         clock.now += 4.0  # it runs, and is preempted
