@@ -22,6 +22,7 @@ from tests.integration.conftest import (
     tokens_from,
 )
 from tests.integration.processes import serves, store_processes
+from tiering.cli.main import main as kvtier
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
@@ -112,6 +113,7 @@ def test_cold_restarted_warm_damaged_and_without_a_store(
     assert metrics.value("kvtier:disk_rows") == sum(ROWS)
     assert metrics.value("kvtier:write_bytes_total", tier="disk") == sum(ROWS) * row_bytes
     servers.stop(server)
+    assert kvtier(["verify", str(servers.root)]) == 0
 
     shutil.rmtree(servers.fs["root_dir"])
     server = servers.start(servers.fs, servers.disk)

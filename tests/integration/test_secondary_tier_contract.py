@@ -3,6 +3,7 @@ promotions, with faults; every byte that is found is compared."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ import tests.integration.quiet_vllm  # isort: skip  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import Locality, Medium
+from vllm.v1.kv_offload.config import OffloadingCacheConfig
 
 from storage.device import LocalDevice
 from storage.service import server
@@ -33,6 +35,7 @@ from tests.integration.vllm_tiers import (
     threaded_store,
 )
 from tiering import tier as tier_module
+from tiering.cli.main import main
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("known_identity")]
 __all__ = ["known_identity", "threaded_store"]
@@ -147,6 +150,27 @@ def test_secondary_tier_tells_events_of_what_is_on_disk(root: Path) -> None:
     assert silent.store([3])
     assert told(silent) == {}
     silent.close()
+
+
+@pytest.mark.usefixtures("threaded_store")
+def test_secondary_tier_is_seen_by_the_tools(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They know of a row what vLLM's configuration says of it."""
+    engine = Engine(SLOTS, disk(root), cache=OffloadingCacheConfig(16, 2))
+    assert engine.store(range(3))
+    engine.settle()
+    engine.close()
+    assert main(["du", str(root), "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    [namespace] = found["namespaces"]
+    assert (namespace["model"], namespace["rows"]) == ("model", 3)
+    assert (namespace["row_bytes"], namespace["tokens"]) == (2 * ROW_BYTES, 3 * 2 * 16)
+    assert namespace["bytes_without_dedup"] == 3 * 2 * ROW_BYTES
+    assert main(["verify", str(root)]) == 0
+    capsys.readouterr()
+    assert main(["ls", str(root)]) == 0
+    assert "model" in capsys.readouterr().out
 
 
 @pytest.fixture

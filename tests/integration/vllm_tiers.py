@@ -167,7 +167,7 @@ class Engine:
                 return False
             numbers_of = {key_of(n): n for n in numbers}
             for key, slot in zip(plan.keys_to_store, plan.store_spec.chunk_ids, strict=True):
-                self._view[slot] = row_of(numbers_of[key])
+                self._view[slot, :ROW_BYTES] = row_of(numbers_of[key])
             if plan.keys_to_store:
                 self.manager.complete_store(set(plan.keys_to_store), context)
         self.step()
@@ -187,7 +187,7 @@ class Engine:
                     return False
                 time.sleep(0.001)
             [slot] = self.manager.prepare_load([key_of(number)], context).chunk_ids
-            assert np.array_equal(self._view[slot], row_of(number)), "wrong bytes"
+            assert np.array_equal(self._view[slot, :ROW_BYTES], row_of(number)), "wrong bytes"
             self.manager.complete_load({key_of(number)}, context)
         self.step()
         return True

@@ -72,6 +72,24 @@ def test_bad_settings_of_our_tier_are_refused_by_place(tiers: list[Any], text: s
         check_tiers(tiers, "tiers")
 
 
+def _command_line(tiers: object, *flags: str) -> list[str]:
+    extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": tiers}
+    connector = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    return ["vllm", "serve", "m", f"--kv-transfer-config={json.dumps(connector)}", *flags]
+
+
+def test_our_tier_is_checked_on_the_command_line() -> None:
+    check_command_line(_command_line([FS, TIER]))
+    check_command_line(_command_line("not a list, as vLLM will say"))
+    place = r"^kv_connector_extra_config.secondary_tiers\[1\]"
+    with pytest.raises(ConfigError, match=place + ".budget: .*, got '10XB'$"):
+        check_command_line(_command_line([FS, {**TIER, "budget": "10XB"}]))
+    with pytest.raises(ConfigError, match=place + ".type: "):
+        check_command_line(_command_line([TIER, TIER]))
+    with pytest.raises(ConfigError, match=place + ".root: .* 2 data-parallel engines"):
+        check_command_line(_command_line([FS, TIER], "--data-parallel-size", "2"))
+
+
 def _roots(*roots: tuple[str, str]) -> dict[str, Any]:
     drives = [{"root": root, "budget": budget} for root, budget in roots]
     return {"cpu_bytes_to_use": "1GB", "disk": {"roots": drives}}
