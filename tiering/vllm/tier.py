@@ -42,7 +42,7 @@ log = logging.getLogger("kvtier.vllm")
 ROW_FORMAT = "vllm 1"  # of vLLM's rows; raised if the bytes of a row come to mean something else
 
 _CONNECT_TIMEOUT_S = 120.0  # for reading the headers of a large store after a crash
-_DRAIN_TIMEOUT_S = 80.0  # half of it is longer than the default deadlines of reads and writes
+_LATE_S = 10.0  # how late on a busy machine a store may be with what its deadlines promise
 
 
 class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]
@@ -69,6 +69,9 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]
             log.error("%s", exc)  # one line that stands by itself before vLLM's traceback
             raise
         self._tier = DiskTier(self._client)
+        # Half of it for the store to end its jobs, half for the end of a store that does not.
+        longest_s = max(options.read_timeout_s, options.write_timeout_s)
+        self._drain_timeout_s = 2 * (longest_s + _LATE_S)
         self._increments = Increments()
         self._events = EventStream()
         if offloading_spec.kv_events_config.enable_kv_cache_events:
@@ -131,7 +134,7 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]
         """
         log.warning("the cache was reset: the disk tier rests until the engine restarts")
         self._tier.retire()
-        if not self._tier.drain(_DRAIN_TIMEOUT_S):
+        if not self._tier.drain(self._drain_timeout_s):
             raise RuntimeError("kvtier: the cache is not reset: the disk hangs; try again")
 
     # -- figures and end ------------------------------------------------------------------------
