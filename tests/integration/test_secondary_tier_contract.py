@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +67,22 @@ def test_secondary_tier_never_gives_a_wrong_byte_and_loses_nothing(
     """The model is a set: what was stored and is on disk is found, with its bytes, in whichever
     slot vLLM gives it."""
     root = memory_path / os.urandom(8).hex()
-    engine = Engine(SLOTS, disk(root))
     stored: set[int] = set()
-    for verb, numbers in history:
-        if verb == "store":
-            if engine.store(numbers[:SLOTS]):
-                stored.update(numbers[:SLOTS])
-        else:
-            engine.settle()  # a region full of chunks on their way is a miss in vLLM
-            for number in numbers:
-                assert engine.load(number, patience()) is (number in stored)
-    engine.settle()
-    assert len(engine.client) == len(stored)
-    engine.close()
-
-    again = Engine(SLOTS, disk(root))
-    for number in CHUNKS:
-        again.settle()
-        assert again.load(number, patience()) is (number in stored), "lost by a restart"
-    again.close()
+    with closing(Engine(SLOTS, disk(root))) as engine:
+        for verb, numbers in history:
+            if verb == "store":
+                if engine.store(numbers[:SLOTS]):
+                    stored.update(numbers[:SLOTS])
+            else:
+                engine.settle()  # a region full of chunks on their way is a miss in vLLM
+                for number in numbers:
+                    assert engine.load(number, patience()) is (number in stored)
+        engine.settle()
+        assert len(engine.client) == len(stored)
+    with closing(Engine(SLOTS, disk(root))) as again:
+        for number in CHUNKS:
+            again.settle()
+            assert again.load(number, patience()) is (number in stored), "lost by a restart"
 
 
 @pytest.mark.usefixtures("threaded_store")
