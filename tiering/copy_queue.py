@@ -96,7 +96,8 @@ class CopyQueue:
             raise self._failure
 
     def _run(self) -> None:
-        os.sched_setaffinity(0, cores_of_process())
+        with contextlib.suppress(OSError, psutil.Error):  # a sandbox may forbid it
+            os.sched_setaffinity(0, cores_of_process())
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)

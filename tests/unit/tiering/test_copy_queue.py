@@ -157,3 +157,14 @@ def test_copies_may_use_every_core_that_the_process_has() -> None:
     thread.start()
     thread.join()
     assert found == [cores]
+
+
+def test_copies_are_made_where_cores_may_not_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    queue = CopyQueue()
+    queue.submit(1, done([], 1))
+    queue.wait({1})
+    queue.close()
