@@ -122,6 +122,7 @@ OTHER_BYTES: dict[str, Callable[[Any], object]] = {
     "attention backend": lambda c: setattr(c.attention_config, "backend", a_backend()),
     "non-causal": lambda c: setattr(c.attention_config, "use_non_causal", True),
     "indexer": lambda c: setattr(c.attention_config, "indexer_kv_dtype", "fp8"),
+    "diffusion": lambda c: setattr(c, "diffusion_config", {"canvas_length": 8}),
     "platform's own": lambda c: setattr(c, "additional_config", {"torchair": True}),
     "remote code": lambda c: setattr(c.model_config, "trust_remote_code", True),
 }  # fmt: skip
@@ -341,6 +342,9 @@ def test_spec_of_a_second_engine_of_the_node_needs_a_root_of_its_own(config: Any
 
 # Those whose value stands in the identity in another form.
 RESOLVED = {
+    "VllmConfig": "model_config cache_config load_config attention_config mamba_config lora_config "
+    "speculative_config diffusion_config quant_config kv_transfer_config additional_config "
+    "weight_transfer_config",
     "ModelConfig": "model revision dtype hf_config hf_text_config quantization runner seed "
     "max_model_len trust_remote_code code_revision hf_overrides hf_config_path multimodal_config "
     "override_generation_config generation_config",
@@ -358,6 +362,11 @@ RESOLVED = {
 
 # Those that change how fast, how many, where or what is sampled; and the last digits at most.
 SHAPES_NOTHING = {
+    "VllmConfig": "parallel_config scheduler_config device_config offload_config "  # row, platform
+    "aux_output_config engram_config kernel_config watermark_config structured_outputs_config "
+    "observability_config logging_config compilation_config profiler_config kv_events_config "
+    "ec_transfer_config ec_manager_config reasoning_config instance_id optimization_level "
+    "performance_mode shutdown_timeout watchdog_config",
     "ModelConfig": "model_weights tokenizer tokenizer_mode is_submodel_config "
     "word_embeddings_untied_by_checkpoint allowed_local_media_path allowed_media_domains "
     "tokenizer_revision spec_target_max_model_len allow_deprecated_quantization enforce_eager "
@@ -400,7 +409,8 @@ SHAPES_NOTHING = {
     "max_lora_cls_labels",
 }
 
-LISTED = {
+LISTED: dict[str, tuple[str, ...]] = {
+    "VllmConfig": (),
     "ModelConfig": identity_module.MODEL_FIELDS,
     "CacheConfig": identity_module.CACHE_FIELDS,
     "LoadConfig": identity_module.LOAD_FIELDS,

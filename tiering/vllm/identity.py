@@ -118,6 +118,7 @@ def identity_of_rows(
         "attention": _changed(vllm_config.attention_config, ATTENTION_FIELDS),
         "cache": _changed(cache, CACHE_FIELDS),
         "mamba": _changed(vllm_config.mamba_config, MAMBA_FIELDS),
+        "diffusion": plain_value(vllm_config.diffusion_config),
         "additional_config": plain_value(vllm_config.additional_config or {}),
         "model_runner": 2 if vllm_config.use_v2_model_runner else 1,
         "hash_algorithm": cache.prefix_caching_hash_algo,
