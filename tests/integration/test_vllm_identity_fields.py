@@ -256,13 +256,23 @@ def test_identity_follows_the_draft_model(model: Path, config: Any, tmp_path: Pa
     assert fingerprint(engine_config(model, speculative_config=ngram)) == plain
 
 
-def test_identity_covers_multimodal_processing(config: Any) -> None:
+def test_identity_covers_multimodal_processing(config: Any, tmp_path: Path) -> None:
     kind = importlib.import_module("vllm.config.multimodal").MultiModalConfig
     found = set()
     for changes in ({}, {"video_pruning_rate": 0.5}, {"mm_hasher_algorithm": "sha256"}):
         config.model_config.multimodal_config = kind(**changes)
         found.add(fingerprint(config))
     assert len(found) == 3
+    scales = tmp_path / "scales.json"
+    for content in ("1", "2"):
+        scales.write_text(content)
+        config.model_config.multimodal_config = kind()
+        config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(scales)
+        found.add(fingerprint(config))
+    assert len(found) == 5, "by what the file holds"
+    scales.unlink()
+    with pytest.raises(ConfigError, match="a file that can be read"):
+        fingerprint(config)
 
 
 def test_identity_refuses_what_it_cannot_establish(
@@ -354,7 +364,8 @@ RESOLVED = {
     "LoadConfig": "",
     "AttentionConfig": "backend",
     "MambaConfig": "",
-    "MultiModalConfig": "mm_processor_kwargs media_io_kwargs",  # in each item's hash
+    # The first two are in each item's hash.
+    "MultiModalConfig": "mm_processor_kwargs media_io_kwargs mm_encoder_fp8_scale_path",
     "SpeculativeConfig": "model method quantization revision code_revision draft_model_config "
     "draft_load_config target_model_config",
     "LoRAConfig": "lora_dtype target_modules enable_tower_connector_lora",  # in an adapter's salt

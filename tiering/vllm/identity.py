@@ -64,7 +64,6 @@ MAMBA_FIELDS = ("backend", "enable_stochastic_rounding")
 MULTIMODAL_FIELDS = (
     "mm_hasher_algorithm",
     "mm_encoder_attn_dtype",
-    "mm_encoder_fp8_scale_path",
     "mm_device_do_normalize",
     "video_pruning_rate",
     "video_pruning_method",
@@ -155,6 +154,7 @@ def _model_identity(model: Any, load: Any, weights: str) -> dict[str, Json]:
         values["seed"] = model.seed
     if model.multimodal_config is not None:
         values["multimodal"] = _changed(model.multimodal_config, MULTIMODAL_FIELDS)
+        values["encoder_scales"] = _file_digest(model.multimodal_config.mm_encoder_fp8_scale_path)
     return values
 
 
@@ -211,13 +211,20 @@ def _weights(model: Any, how: str) -> str:
 
 def _code(model: Any) -> Json:
     """Of the code that comes with a model."""
-    directory = Path(str(model.model))
-    if not directory.is_dir():
-        return plain_value(model.code_revision)
     digest = hashlib.sha256()
-    for path in sorted(directory.rglob("*.py")):
+    for path in sorted(Path(str(model.model)).rglob("*.py")):  # none of a model on the hub
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:32]
+    return [digest.hexdigest()[:32], plain_value(model.code_revision)]
+
+
+def _file_digest(path: str | None) -> Json:
+    """Of a file that vLLM's configuration names.  Raises `ConfigError` if it can't be read."""
+    if path is None:
+        return None
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+    except OSError as exc:
+        raise ConfigError("vLLM's configuration", "a file that can be read", str(exc)) from exc
 
 
 def _config_digest(hf_config: Any) -> str:
