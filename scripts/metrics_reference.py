@@ -22,9 +22,9 @@ _HEAD = """\
 
 All stand in vLLM's `/metrics`, with its labels `model_name` and `engine` beside these. `tier` is
 `region`, or the name of a disk: `disk`, or as in `secondary_tiers`. They move with the engine's
-steps. Counters count since the engine's start, over all processes of a store; what a store process
-counted but had not told when it was killed is lost. Each is held against a count of its own by
-`tests/unit/tiering/test_metrics_truth.py`.
+steps; while requests run, every two seconds. Counters count since the engine's start, over all
+processes of a store; what a store process counted but had not told when it was killed is lost. Each
+is held against a count of its own by `tests/unit/tiering/test_metrics_truth.py`.
 
 """
 

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from scripts.bench.vllm_managers import KvtierSide
 
 OURS, THEIRS = "kvtier", "vLLM"
+CLOCKS = (("wall", WALL), ("cpu", CPU))
 RATIO_MAX = 0.5
 STALLED_P99_US_MAX = 200.0
 PROMPTS = {1: 60, 32: 30, 512: 6}  # chunks -> prompts of each sort per round
@@ -133,7 +134,7 @@ class Rounds:
                 yield prompt(f"{name} {chunks} {number}", chunks)
 
     def run(self, number: int) -> None:
-        for clock, label in ((WALL, "wall"), (CPU, "cpu")):
+        for label, clock in CLOCKS:
             new = list(self._names(f"{label} {number}"))
             on_disk = self._on_disk.popleft()
             self._on_disk.append(new)
@@ -151,7 +152,7 @@ class Rounds:
 
     def lines(self) -> list[Line]:
         found = []
-        for clock, label in ((WALL, "wall"), (CPU, "cpu")):
+        for label, clock in CLOCKS:
             ours = self.samples[OURS, clock].of
             theirs = self.samples[THEIRS, clock].of if (THEIRS, clock) in self.samples else {}
             for call in sorted(ours):
@@ -188,7 +189,8 @@ def line(call: Call, clock: str, ours: Sequence[int], theirs: Sequence[int] = ()
 
 def stalled(side: KvtierSide, prompts: dict[int, int], rounds: int) -> dict[str, Samples]:
     """Calls while the store process stands still; by what its socket does."""
-    found = {"store stopped": Samples(WALL), "socket full": Samples(WALL)}
+    parts = [(what, clock) for what in ("store stopped", "socket full") for clock in CLOCKS]
+    found = {f"{what}, {label}": Samples(clock) for what, (label, clock) in parts}
     driver = Scheduler(side, Samples(WALL))
     on_disk = [prompt(f"stalled {n} {i}", n) for n, count in prompts.items() for i in range(count)]
     for keys in on_disk:
@@ -197,15 +199,15 @@ def stalled(side: KvtierSide, prompts: dict[int, int], rounds: int) -> dict[str,
         driver.new(prompt(f"stalled fill {number}", max(prompts)))
     side.signal(signal.SIGSTOP)
     try:
-        driver.use(found["store stopped"])
-        _stalled_calls(driver, on_disk, "stopped", 1)
-        full = iter(range(1_000_000))
+        for label, _ in CLOCKS:
+            driver.use(found[f"store stopped, {label}"])
+            _stalled_calls(driver, on_disk, f"stopped {label}", 1)
         while not side.client.unsent_bytes:  # until the socket takes no more
-            keys = prompt(f"touched {next(full)}", max(prompts))
-            side.client.touch(keys)
+            side.client.touch(on_disk[-1])
             side.client.poll()
-        driver.use(found["socket full"])
-        _stalled_calls(driver, on_disk, "full", rounds)
+        for label, _ in CLOCKS:
+            driver.use(found[f"socket full, {label}"])
+            _stalled_calls(driver, on_disk, f"full {label}", rounds)
     finally:
         side.signal(signal.SIGCONT)
     driver.use(Samples(WALL))
@@ -443,9 +445,13 @@ def run(
         )
     for text in misses(lines):
         console.print(f"above {RATIO_MAX}: {text}")
-    for name in ("store stopped", "socket full"):
-        worst = max(percentile(values, 99) / 1e3 for values in alone[name].of.values())
-        console.print(f"{name}: p99 of the slowest kind {worst:.1f} us")
+    for name, samples in alone.items():
+        if not name.startswith("prompt"):
+            values = [value for of in samples.of.values() for value in of]
+            console.print(
+                f"{name}: p99 of all {len(values)} calls {percentile(values, 99) / 1e3:.1f} us, "
+                f"most {percentile(values, 100) / 1e3:.1f} us"
+            )
     digests = {bench.samples[side.name, WALL].digest for side in bench.sides}
     console.print(
         f"threads beside the scheduler's: kvtier {our_threads}, vLLM {their_threads}; collections: "

@@ -29,6 +29,7 @@ from storage.service.client import RegionRows, StoreClient
 from storage.sizes import format_size
 from storage.types import PAGE_BYTES, RowKey, round_up
 from tiering.metrics import OF_STORE, Increments, StoreFigures, collect_store
+from tiering.pace import ReportPace
 from tiering.region import is_mapping_of
 from tiering.tier import DiskTier
 from tiering.tier_config import check_tiers
@@ -73,6 +74,7 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]
         longest_s = max(options.read_timeout_s, options.write_timeout_s)
         self._drain_timeout_s = 2 * (longest_s + _LATE_S)
         self._increments = Increments()
+        self._pace = ReportPace()
         self._events = EventStream()
         if offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events.add_disk(tier_type, self._client)
@@ -145,6 +147,8 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         figures = StoreFigures(self._client.usage, self._client.is_up, self._client.restarts)
+        if not self._pace.is_due(is_busy=self._tier.pending_jobs > 0, figures=figures):
+            return None
         return connector_stats(collect_store(figures), self._increments)
 
     def shutdown(self) -> None:
