@@ -41,6 +41,7 @@ from tiering.transfers import TierTransfers
 
 _PINNED_SHARE = 2  # cascades pin at most 1/2 of the region: stores and promotions need slots too
 _STALL_SHARE = 2  # reads that stand still for 1/2 of the time that a request may wait are a stall
+_LOOK_AGAIN_S = 0.1  # for a slot in a region that was full: who holds one may have forgotten it
 _RESET_TIMEOUT_S = 60.0  # for transfers under way; longer than any queue's deadline
 
 
@@ -89,6 +90,15 @@ class ManagerCounters:
     chunks_stored: int = 0
 
 
+class _Full(NamedTuple):
+    """The region had no slot for a request of this `order`, nor has it for later ones as long as
+    as much is `in_use`; not walked over again, chunk by chunk, before `until`."""
+
+    order: float
+    in_use: tuple[int, int]
+    until: float
+
+
 class TieringManager:
     """One engine's chunks, in a region of `primary.slot_count` slots and on secondary tiers."""
 
@@ -111,6 +121,7 @@ class TieringManager:
         self._stall_s = promotion_timeout_s / _STALL_SHARE
         self._begun: deque[tuple[float, int]] = deque()  # when stores began -> number of a chunk
         self._overdue = -1  # stores of chunks up to this number should have ended
+        self._full: _Full | None = None
         for name, tier in (secondaries or {}).items():
             assert name != REGION, name
             share = primary.slot_count // _PINNED_SHARE // len(secondaries or {})
@@ -254,9 +265,13 @@ class TieringManager:
 
         What requests that arrived at `order` or before hold is not evicted for it.
         """
-        is_held = self._requests.protection(now, order)
-        evicted = self.primary.allocate([key], READING, is_held)
+        in_use = (self.primary.busy_count, self._requests.held_count)
+        full = self._full
+        if full is not None and order >= full.order and in_use == full.in_use and now < full.until:
+            return False
+        evicted = self.primary.allocate([key], READING, self._requests.protection(now, order))
         if evicted is None:
+            self._full = _Full(order, in_use, now + _LOOK_AGAIN_S)
             return False
         self._note_evicted(evicted)
         transfers.begin_promotion(key)

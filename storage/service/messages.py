@@ -20,7 +20,7 @@ from storage.facts import RowFacts
 from storage.options import StoreOptions
 from storage.types import RowKey
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 4  # fields of replies are known by their place: a change of them raises it
 FRAME_HEAD = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20  # far above what a batch of jobs takes; more is a stranger talking
 
