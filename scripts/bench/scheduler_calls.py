@@ -122,6 +122,17 @@ class Samples:
         finally:
             gc.callbacks.remove(count)
 
+    def of_each_call(self) -> list[int]:
+        """All calls together; of the lookups of a scan, their mean for each."""
+        each: list[int] = []
+        for call, values in self.of.items():
+            if call.name.startswith("lookup"):
+                made = 1 if "new" in call.name else call.chunks
+                each += [value // made for value in values for _ in range(made)]
+            else:
+                each += values
+        return each
+
     @property
     def digest(self) -> str:
         """Of what was looked up, found and stored: the same for both sides."""

@@ -447,7 +447,7 @@ def run(
         console.print(f"above {RATIO_MAX}: {text}")
     for name, samples in alone.items():
         if not name.startswith("prompt"):
-            values = [value for of in samples.of.values() for value in of]
+            values = samples.of_each_call()
             console.print(
                 f"{name}: p99 of all {len(values)} calls {percentile(values, 99) / 1e3:.1f} us, "
                 f"most {percentile(values, 100) / 1e3:.1f} us"

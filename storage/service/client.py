@@ -176,6 +176,7 @@ class StoreClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._splitter = FrameSplitter()
         self._unsent = bytearray()
+        self._touched: list[list[RowKey]] = []  # since the last poll
         self._received = memoryview(bytearray(_RECEIVE_BYTES))
         self._ready = False
         self._refusal: str | None = None
@@ -210,6 +211,7 @@ class StoreClient:
             return
         self._closed = True
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        self._put_touches()
         self._hang_up(deadline)
         if self._process is not None:
             try:
@@ -331,16 +333,24 @@ class StoreClient:
         return self._clearing
 
     def touch(self, keys: Iterable[RowKey]) -> None:
-        """The chunks of one request, first to last, were used in the region.  Those that
-        the store has not are left out.  Sent as `write`."""
+        """The chunks of one request, first to last, were used in the region.  Those that the store
+        has not are left out.  Sent by the next poll."""
+        if self._ready:
+            self._touched.append(list(keys))
+
+    def _put_touches(self) -> None:
+        touched, self._touched = self._touched, []
         found = self._found
-        known: list[bytes] = [key for key in keys if key in found]
-        if known and self._ready and self._has_room():
-            self._put(Touch(known))
+        for keys in touched:
+            known: list[bytes] = [key for key in keys if key in found]
+            if known and self._has_room():
+                self._put(Touch(known))
 
     def poll(self) -> list[FinishedJob]:
         """Jobs that ended since the last call; keeps the replica and the usage up to date."""
         if self._connection is not None:
+            if self._touched:
+                self._put_touches()
             if self._unsent:
                 self._send_pending()
             if self._connection is not None and self._readable.poll(0):
@@ -606,6 +616,7 @@ class StoreClient:
             self._connection = None
         self._ready = False
         self._unsent.clear()
+        self._touched.clear()
         if self._changes is not None and not self._is_silent:
             self._changes.note_lost(self._keys)
         self._keys = self._found = set()
