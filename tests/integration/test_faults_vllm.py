@@ -23,8 +23,8 @@ import httpx
 import psutil
 import pytest
 
-from scripts.models import ROOT
-from scripts.serving import Metrics
+from scripts.models import MODELS, ROOT
+from scripts.serving import Metrics, ServeError
 from tests.integration.conftest import (
     await_store_gone,
     needs_vllm,
@@ -34,6 +34,7 @@ from tests.integration.conftest import (
 from tests.integration.faults import (
     CHUNK_TOKENS,
     DEADLINE_S,
+    MODEL,
     FaultyServer,
     await_that,
     in_background,
@@ -525,3 +526,17 @@ def test_faults_a_rank_killed_then_a_disk_full_and_read_only(
     finally:
         server.server.kill()
     await_store_gone(root)
+
+
+def test_faults_a_region_that_does_not_fit_is_one_line(directory: Path) -> None:
+    stat = os.statvfs("/dev/shm")
+    rows = stat.f_blocks * stat.f_frsize // MODELS[MODEL].row_bytes() + 1
+    with pytest.raises(ServeError, match="ended with code"):
+        started(directory, directory / "unused", 4, region_rows=rows)
+    lines = (directory / "serve-4.log").read_text().splitlines()
+    ours = [line for line in lines if "spec.py:" in line and "ERROR" in line]
+    assert len(ours) == 1, "\n".join(lines[-40:])
+    assert "cpu_bytes_to_use: a region of" in ours[0]
+    assert "does not fit /dev/shm" in ours[0]
+    assert not [line for line in lines if "made /dev/shm" in line]
+    assert not (directory / "unused").exists()
