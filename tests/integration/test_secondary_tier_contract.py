@@ -116,6 +116,24 @@ def test_secondary_tier_beside_vllms_fs_tier(root: Path, memory_path: Path, is_f
 
 
 @pytest.mark.usefixtures("threaded_store")
+def test_secondary_tier_under_vllms_back_pressure(root: Path) -> None:
+    """vLLM measures our stores, and gives us none while they are too slow; loads go on."""
+    slow = {"backpressure_cls": "EMABackpressureDetector", "warmup_completions": 1}
+    slow |= {"high_water_s": 1e-9, "low_water_s": 1e-9, "policy_cls": "DropStorePolicy"}
+    engine = Engine(SLOTS, disk(root, backpressure=slow))
+    for number in range(3):
+        assert engine.store([number])
+        engine.settle()
+    assert engine.disk.bp_detector.is_under_pressure()
+    before = engine.client.usage.rows_offered
+    assert engine.store(range(10, 16)), "into the region alone"
+    engine.settle()
+    assert engine.client.usage.rows_offered == before
+    assert engine.load(0, patience())
+    engine.close()
+
+
+@pytest.mark.usefixtures("threaded_store")
 def test_secondary_tier_tells_events_of_what_is_on_disk(root: Path) -> None:
     """Stored and removed, and at a start what is found; nothing where events are off."""
 
