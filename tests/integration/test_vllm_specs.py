@@ -87,6 +87,7 @@ class Engine:
         assert plan.keys_to_store == keys
         for worker in self.workers:
             worker.submit_store(1, GPULoadStoreSpec(blocks, [len(blocks)], [0]), plan.store_spec)
+            worker.wait({1})
         results = [result for worker in self.workers for result in worker.get_finished()]
         assert len(results) == len(self.workers), "every rank acknowledges"
         self.manager.complete_store(keys, _request("store"))
@@ -99,6 +100,7 @@ class Engine:
         source = self.manager.prepare_load(keys, request)
         for worker in self.workers:
             worker.submit_load(2, source, GPULoadStoreSpec(blocks, [len(blocks)], [0]))
+            worker.wait({2})
             worker.get_finished()
         self.manager.complete_load(keys, request)
         self.manager.on_request_finished(request)
