@@ -101,10 +101,10 @@ class LateQueue(CopyQueue):
         super().wait({job_id})
 
 
-def kv_of(tokens: list[int], count: int) -> np.ndarray[Any, np.dtype[np.int8]]:
-    """int8[count, TOKEN_BYTES]: what the model makes of the first `count` of `tokens`."""
+def kv_of(tokens: list[int], count: int, weights: int) -> np.ndarray[Any, np.dtype[np.int8]]:
+    """int8[count, TOKEN_BYTES]: what a model of such weights makes of the first `count` tokens."""
     kv = np.empty((count, TOKEN_BYTES), np.int8)
-    digest = b""
+    digest = weights.to_bytes(4)
     for position in range(count):
         digest = hashlib.blake2b(digest + tokens[position].to_bytes(4), digest_size=64).digest()
         kv[position] = np.frombuffer(digest, np.int8)
@@ -192,9 +192,12 @@ class Engine:
             hash_block_size=BLOCK,
         )
         self.random = np.random.default_rng(1)
+        self.weights = 0
         self.tokens: dict[str, list[int]] = {}
         self.blocks: dict[str, list[list[int]]] = {}  # per group
-        self.seen = Counter(dict.fromkeys(("checked", "loads", "stores", "flushes", "resumed"), 0))
+        self.seen = Counter(
+            dict.fromkeys(("checked", "loads", "stores", "flushes", "resumed", "resets"), 0)
+        )
 
     def add(self, request_id: str, prompt: list[int], answer_tokens: int) -> None:
         self.tokens[request_id] = list(prompt)
@@ -203,6 +206,16 @@ class Engine:
         self.scheduler.add_request(
             Request(request_id, list(prompt), params, None, block_hasher=self.hasher)
         )
+
+    def load_weights(self) -> None:
+        """Other ones, in place: what was computed with the old must never be seen again."""
+        states = [request.status for request in self.scheduler.requests.values()]
+        if RequestStatus.WAITING_FOR_REMOTE_KVS not in states:  # which vLLM's reset does not take
+            assert self.scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=True
+            )
+            self.weights += 1
+            self.seen["resets"] += 1
 
     def step(self) -> None:
         """One step, in the order of vLLM's model runner."""
@@ -264,7 +277,7 @@ class Engine:
                     self.pages[layers, block_id] = page
 
     def _write(self, request_id: str, start: int, count: int) -> None:
-        kv = kv_of(self.tokens[request_id], start + count)
+        kv = kv_of(self.tokens[request_id], start + count, self.weights)
         for position in range(start, start + count):
             for layers, blocks in zip(self.layers, self.blocks[request_id], strict=True):
                 block_id = blocks[position // BLOCK]
@@ -274,7 +287,7 @@ class Engine:
     def _attend(self, request_id: str, count: int) -> list[int]:
         """Check the KV of the first `count` tokens, or of the last window; sample one if due."""
         tokens = self.tokens[request_id]
-        kv = kv_of(tokens, count)
+        kv = kv_of(tokens, count, self.weights)
         for layers, blocks, window in zip(
             self.layers, self.blocks[request_id], self.windows, strict=True
         ):
@@ -312,6 +325,8 @@ def test_no_history_makes_the_model_see_another_byte(
             engine.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
         if chance.random() < 0.15:
             engine.scheduler.reset_prefix_cache()  # of the device: what comes back, is loaded
+        if chance.random() < 0.02:
+            engine.load_weights()
         engine.step()
     engine.close()
     assert min(engine.seen.values()) > 0, engine.seen
