@@ -209,13 +209,15 @@ class Engine:
 
     def load_weights(self) -> None:
         """Other ones, in place: what was computed with the old must never be seen again."""
-        states = [request.status for request in self.scheduler.requests.values()]
-        if RequestStatus.WAITING_FOR_REMOTE_KVS not in states:  # which vLLM's reset does not take
-            assert self.scheduler.reset_prefix_cache(
+        try:
+            is_reset = self.scheduler.reset_prefix_cache(
                 reset_running_requests=True, reset_connector=True
             )
-            self.weights += 1
-            self.seen["resets"] += 1
+        except RuntimeError:
+            return  # a load is under way, which vLLM's reset does not take
+        assert is_reset
+        self.weights += 1
+        self.seen["resets"] += 1
 
     def step(self) -> None:
         """One step, in the order of vLLM's model runner."""
