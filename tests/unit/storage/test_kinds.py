@@ -162,6 +162,10 @@ def test_a_lower_budget_takes_from_all_sizes_and_not_from_those_that_open_later(
         left = rows.keys()
         assert all(key(group, 39) in left for group in SIZES), "the warmest of each stay"
         check(rows, left)
+    with DiskStore.open(replace(options, budget_bytes=full // 2)) as store:
+        rows = open_kinds(store)
+        assert sorted(rows.keys()) == sorted(left), "none was in a file that went as stale"
+        check(rows, left)
 
 
 def test_every_size_gets_a_segment_of_the_least_budget(tmp_path: Path) -> None:
