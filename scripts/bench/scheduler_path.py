@@ -228,7 +228,7 @@ def _stalled_calls(
 
 def long_prompt(side: KvtierSide, chunks: int, scans: int) -> Samples:
     """A prompt that waits: for the disk, and for slots that an earlier one holds."""
-    samples = Samples(WALL)
+    samples = Samples(CPU)
     driver = Scheduler(side, Samples(WALL))
     slots = side.tiering.primary.slot_count
     half = max(1, slots // 2)
@@ -250,7 +250,7 @@ def long_prompt(side: KvtierSide, chunks: int, scans: int) -> Samples:
     try:
         context = driver.begin(chunks)
         driver.look_up([*found, *waiting], context)  # holds half of the region, wants the rest
-        contended = Samples(WALL)
+        contended = Samples(CPU)
         driver.use(contended)
         driver.cancelled(other, min(scans, _CONTENDED_SCANS))
         driver.use(Samples(WALL))
@@ -430,7 +430,7 @@ def run(
         progress.update(task, advance=1, description="the store stands still")
         alone = stalled(ours, prompts, rounds)
         progress.update(task, advance=1, description="a long prompt waits")
-        alone[f"prompt of {long} chunks"] = long_prompt(ours, long, 10 * rounds)
+        alone[f"prompt of {long} chunks, cpu"] = long_prompt(ours, long, 10 * rounds)
         bench.close()
     lines = bench.lines()
     for clock in ("wall", "cpu"):

@@ -43,6 +43,6 @@ def test_both_managers_are_driven_alike(direct_path: Path) -> None:
     stopped = {row["call"] for row in found["alone"]["store stopped, wall"]}
     assert stopped >= {"prepare_store", "complete_store", "lookup, on disk: waiting"}
     assert found["alone"]["socket full, cpu"]
-    long = {row["call"] for row in found["alone"]["prompt of 200 chunks"]}
+    long = {row["call"] for row in found["alone"]["prompt of 200 chunks, cpu"]}
     assert long >= {"lookup, on disk: waiting", "lookup, no slot free: waiting"}
     assert [path.name for path in direct_path.iterdir()] == ["out.json"], "nothing is left behind"
