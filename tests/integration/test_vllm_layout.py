@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -594,6 +595,47 @@ def test_pages_that_are_padded_to_a_common_size_are_stored_without_the_padding()
         narrow.unpadded_page_size_bytes,
     ]
     assert not layout.is_shared
+
+
+def test_a_recurrent_state_is_stored_without_the_padding_of_its_page(memory_path: Path) -> None:
+    """In pages as large as those of attention: a group of two layers of it, and one of one."""
+    full = FullAttentionSpec(block_size=TOKENS, num_kv_heads=4, head_size=HEAD, dtype=torch.float32)
+    page = full.page_size_bytes
+    state = MambaSpec(
+        block_size=TOKENS, shapes=((3, 8), (4, 16)), dtypes=(torch.float32,) * 2,
+        page_size_padded=page, mamba_cache_mode="align",
+    )  # fmt: skip
+    state_bytes = (3 * 8 + 4 * 16) * 4
+    memory = [torch.randint(0, 99, (BLOCKS, page // 4)).float() for _ in range(2)]
+    before = [tensor.clone() for tensor in memory]
+    names = {"full0": 0, "full1": 1, "state0": 0, "state1": 1, "state2": 0}
+    shape = (BLOCKS, 4, TOKENS, 2 * HEAD)
+    tensors = {name: memory[place].view(shape) for name, place in names.items()}
+    groups = [
+        KVCacheGroupSpec(["full0", "full1"], full),
+        KVCacheGroupSpec(["state0", "state1"], state),
+        KVCacheGroupSpec(["state2"], state),
+    ]
+    facts, kv_caches = registered({}, tensors, vllm_config(1, heads=4), groups)
+    layout = row_layout(facts, kv_caches)
+    assert [layer.page_bytes for layer in layout.layers] == [page] * 2 + [state_bytes] * 3
+    assert [group.row_bytes for group in layout.groups] == [8192, 4096, 4096]
+    region = Region.create("e", layout, 4 * layout.row_bytes, directory=memory_path)
+    worker = CpuWorker(region, 0, kv_caches)
+    device = GPULoadStoreSpec([2], [0, 1, 0], [0, 5, 0])
+    worker.submit_store(1, device, CPULoadStoreSpec([3]))
+    worker.wait({1})
+    assert not any(region.row(3)[2 * state_bytes :])
+    for tensor in memory:
+        tensor[:] = -1
+    worker.submit_load(2, CPULoadStoreSpec([3]), GPULoadStoreSpec([4], [0, 1, 0], [0, 5, 0]))
+    worker.wait({2})
+    for tensor, old in zip(memory, before, strict=True):
+        assert torch.equal(tensor[4, : state_bytes // 4], old[2, : state_bytes // 4])
+        assert (tensor[4, state_bytes // 4 :] == -1).all()
+        assert (tensor[:4] == -1).all()
+    region.unlink()
+    worker.shutdown()
 
 
 @given(
