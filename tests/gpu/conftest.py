@@ -11,7 +11,7 @@ import torch
 HERE = Path(__file__).parent
 
 
-def device() -> str | None:
+def device_here() -> str | None:
     """The kind of device that this machine has, by torch's name."""
     if torch.cuda.is_available():
         return "cuda"
@@ -21,7 +21,7 @@ def device() -> str | None:
 def reason_to_skip() -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
-    if device() is None:
+    if device_here() is None:
         return "no CUDA, ROCm or XPU device here"
     return None
 
