@@ -130,6 +130,8 @@ def assert_loads_agree(grown: Growth) -> None:
         assert tokens == grown("kvtier:chunk_hits_total", tier=tier) * MODEL.block_size_tokens
         loaded += tokens
     assert grown("vllm:external_prefix_cache_hits_total") == loaded
+    external = grown("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+    assert external == loaded
     blocks = loaded / MODEL.block_size_tokens
     assert grown("vllm:kv_offload_load_bytes_total") == blocks * MODEL.row_bytes()
     rows = grown("kvtier:rows_read_total", outcome="ok")
