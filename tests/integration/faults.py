@@ -18,12 +18,13 @@ from scripts.serving import Metrics, ServeConfig, VllmServer
 from storage.testing.controlled import Control
 from tests.integration.conftest import ANSWER_TOKENS
 from tests.integration.processes import serves, store_processes
+from tiering.pace import REPORT_S
 
 MODEL = "tiny-llama"
 CHUNK_TOKENS = MODELS[MODEL].block_size_tokens
 DEADLINE_S = 120.0  # of anything that must end at all, on a machine that does other things too
 _SITE = Path(__file__).with_name("controlled_store")
-_IDLE_SWITCHES, _IDLE_WINDOW_S = 30, 0.5  # an engine that steps has hundreds
+_IDLE_SWITCHES, _IDLE_WINDOW_S = 20, 0.2  # an engine that steps has hundreds
 
 
 class Answer(NamedTuple):
@@ -79,15 +80,14 @@ class FaultyServer:
         self.server.start()
         return self
 
-    def kill_a_rank(self) -> None:
-        """SIGKILL for the last rank alone; returns once every process of the server is gone."""
-        queues = self.server._queue_files()  # vLLM's own: it removes none of them when a rank dies
-        ranks = sorted((p for p in self.server.processes() if "Worker" in p.name()), key=_name)
-        assert len(ranks) > 1, "ranks are not processes of their own"
-        ranks[-1].kill()
+    def kill_one(self, name: str) -> None:
+        """SIGKILL for the last of the processes that are called so, alone; returns once every
+        process of the server is gone."""
+        queues = self.server._queue_files()  # vLLM's own, which it leaves behind then
+        sorted((p for p in self.server.processes() if name in p.name()), key=_name)[-1].kill()
         await_that(
             lambda: not self.server.alive() and not self.server.processes(),
-            "the server outlives a rank",
+            "the server outlives a part of it",
         )
         for path in queues:
             path.unlink(missing_ok=True)
@@ -154,8 +154,11 @@ class FaultyServer:
         httpx.post(url, timeout=DEADLINE_S, trust_env=False).raise_for_status()
 
     def metrics(self) -> Metrics:
-        """As of now: they move with the engine's steps."""
+        """As of now: they move with the engine's steps, and while more follow not with each."""
         self.ask("zz", 1)
+        if not self.rests():
+            time.sleep(REPORT_S)
+            self.ask("zz", 1)
         reply = httpx.get(self._url("/metrics"), timeout=DEADLINE_S, trust_env=False)
         return Metrics(reply.raise_for_status().text)
 
@@ -173,6 +176,24 @@ class FaultyServer:
         await_that(is_settled, "slots of the region are in use for ever")
         await_that(self.rests, "the engine does not rest: has_pending_work stays true")
         return found[0]
+
+    def store(self, prompts: Sequence[str]) -> list[tuple[int, ...]]:
+        """The greedy tokens of each prompt, each asked when all chunks of the one before are on
+        the disk, which takes them: so none leaves the region before it was offered."""
+        tokens = []
+        for prompt in prompts:
+            tokens.append(self.ask(prompt).tokens)
+            await_that(self._is_written, "chunks wait for the disk for ever")
+        return tokens
+
+    def _is_written(self) -> bool:
+        metrics = self.metrics()
+        lost = metrics.value("kvtier:cascades_lost_total")
+        ended = ("rows_written_total", "cascades_waiting")
+        count = lost + sum(metrics.value(f"kvtier:{name}") for name in ended)
+        is_idle = metrics.value("kvtier:region_slots", use="busy") == 0
+        is_offered = metrics.value("kvtier:cascades_waiting") == 0
+        return is_idle and is_offered and count >= metrics.value("kvtier:chunks_stored_total")
 
     def rests(self) -> bool:
         """Whether the engine takes no steps."""
