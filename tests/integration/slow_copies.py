@@ -10,7 +10,7 @@ from tiering.copy_queue import CopyQueue
 from tiering.vllm.connector import KvtierConnector as _KvtierConnector
 from tiering.worker import Copied
 
-DELAY_S = 0.03  # several steps of a tiny model
+DELAY_S = 0.1  # several steps of a tiny model
 
 
 class SlowQueue(CopyQueue):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
+
 from scripts.make_model import ensure_model
 from scripts.models import MODELS
 from tests.integration.conftest import (
@@ -35,14 +37,25 @@ def test_copies_that_take_many_steps_change_no_token(start_server: StartServer) 
     server = start_server(MODEL, config, kv_cache_bytes=BLOCKS * BLOCK_TOKENS * token_bytes)
     prompts = short_prompts(12, 300)
 
-    def answer(prompt: str) -> tuple[int, ...]:
-        return server.complete(prompt, ANSWER_TOKENS, ignore_eos=True).token_ids
+    def answer(prompt: str, salt: str) -> list[int]:
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": salt,  # requests of one salt find nothing of another's
+        }
+        url = f"http://127.0.0.1:{server.port}/v1/completions"
+        [choice] = httpx.post(url, json=body, timeout=120).raise_for_status().json()["choices"]
+        return list(choice["token_ids"])
 
-    alone = [answer(prompt) for prompt in prompts]
-    before = tokens_from(server.metrics(), "host")
+    alone = [answer(prompt, "alone") for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        for _ in range(2):
-            assert list(pool.map(answer, prompts)) == alone
+        for _ in range(2):  # computed and stored, then loaded
+            before = tokens_from(server.metrics(), "host")
+            assert list(pool.map(answer, prompts, ["together"] * len(prompts))) == alone
     metrics = server.metrics()
     assert metrics.value("vllm:num_preemptions_total") > 0
     assert tokens_from(metrics, "host") > before
