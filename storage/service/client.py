@@ -19,16 +19,14 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from storage.changes import ChangeLog, Changes
+from storage.changes import Changes
 from storage.errors import StorageError
 from storage.facts import RowFacts
 from storage.namespace import NONCE, Identity
@@ -52,7 +50,9 @@ from storage.service.messages import (
     Withdrawn,
     Write,
 )
+from storage.service.replica import IndexReplica
 from storage.service.silence import SilenceWatch
+from storage.service.spawn import Spawn, spawn_store_process
 from storage.space import DiskState
 from storage.types import RowKey, RowOutcome
 
@@ -89,29 +89,6 @@ class FinishedJob(NamedTuple):
     outcomes: list[RowOutcome]
     bytes_moved: int
     seconds: float
-
-
-Spawn = Callable[[socket.socket], "subprocess.Popen[bytes]"]
-
-
-def spawn_store_process(connection: socket.socket) -> subprocess.Popen[bytes]:
-    """Start `python -m storage.service` at the other end of `connection`.
-
-    It stays in the engine's session: Linux shares the cores among sessions first (autogroup), and
-    an engine whose ranks spin on `sched_yield` was seen to starve the threads of a store in a
-    session of its own for ten seconds (kernel 6.18, two cores).
-    """
-    package_root = str(Path(__file__).resolve().parents[2])
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (package_root, os.environ.get("PYTHONPATH")))
-    )
-    return subprocess.Popen(
-        [sys.executable, "-m", "storage.service", "--fd", str(connection.fileno())],
-        pass_fds=[connection.fileno()],
-        stdin=subprocess.DEVNULL,
-        env=environment,
-    )
 
 
 _SENT_AT_ONCE = (Read, Clear)
@@ -155,13 +132,10 @@ class StoreClient:
         self._rows = replace(rows, fd=os.dup(rows.fd))
         self._spawn = spawn
         self._now = now
-        self._keys: set[RowKey] = set()  # replica of the index
-        self._found: set[RowKey] = self._keys  # what lookups find: the replica, or nothing
-        self._changes: ChangeLog | None = None
+        self._replica = IndexReplica()  # hidden while the process stands still
         self._jobs: dict[int, int] = {}  # job id -> number of outcomes
         self._given_up: dict[int, int] = {}  # as `_jobs`, of jobs reported as HUNG unanswered
         self._silence = SilenceWatch(options.read_timeout_s, options.write_timeout_s, now)
-        self._is_silent = False
         self._a_drive_takes_writes = True
         self._clearing: int | None = None  # job id of the last `clear`
         self._is_renewing = False  # from a `clear` until a process serves the new namespace
@@ -247,7 +221,7 @@ class StoreClient:
     @property
     def is_up(self) -> bool:
         """Whether the store process serves: else lookups miss and jobs fail at once."""
-        return self._ready and not self._is_silent
+        return self._ready and not self._replica.is_hidden
 
     @property
     def takes_writes(self) -> bool:
@@ -277,24 +251,23 @@ class StoreClient:
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the store has `key`, as far as is known here.  A stale yes is a clean miss."""
-        return key in self._found
+        return key in self._replica.found
 
     def missing(self, keys: Iterable[RowKey]) -> list[RowKey]:
         """Those of `keys` that are not `in` it."""
-        found = self._found
-        return [key for key in keys if key not in found]
+        return self._replica.missing(keys)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._replica)
 
     def follow(self) -> None:
         """From here on `take_changes` tells how what lookups find changes, from all of it on."""
-        self._changes = ChangeLog(self._found)
+        self._replica.follow()
 
     @property
     def change_count(self) -> int:
         """Changes to take; 0 if nobody follows."""
-        return 0 if self._changes is None else len(self._changes)
+        return self._replica.change_count
 
     def take_changes(self, limit: int) -> Changes:
         """The next keys, `limit` at most, that the store holds no more, and that it holds now.
@@ -303,8 +276,7 @@ class StoreClient:
         store process that is gone or stands still holds nothing, and one that came back what it
         then found.
         """
-        assert self._changes is not None, "nobody follows"
-        return self._changes.take(limit)
+        return self._replica.take_changes(limit)
 
     def read(self, keys: Sequence[RowKey], slots: Sequence[int]) -> int:
         """Copy rows from disk to region rows `slots`; the job's id.  The slots are the store's
@@ -340,7 +312,7 @@ class StoreClient:
 
     def _put_touches(self) -> None:
         touched, self._touched = self._touched, []
-        found = self._found
+        found = self._replica.found
         for keys in touched:
             known: list[bytes] = [key for key in keys if key in found]
             if known and self._has_room():
@@ -393,9 +365,7 @@ class StoreClient:
         if not self._silence.stands_still():
             return
         log.warning("the store process stands still; the disk tier misses until it goes on")
-        self._is_silent, self._found = True, set()
-        if self._changes is not None:
-            self._changes.note_lost(set(self._keys))
+        self._replica.hide()
         for job_id in self._silence.give_up():
             count = self._given_up[job_id] = self._jobs.pop(job_id)
             self._hung[job_id] = set(range(count))
@@ -403,11 +373,9 @@ class StoreClient:
 
     def _heard(self) -> None:
         self._silence.heard()
-        if self._is_silent:
+        if self._replica.is_hidden:
             log.warning("the store process goes on")
-            self._is_silent, self._found = False, self._keys
-            if self._changes is not None:
-                self._changes.note_all_found(self._keys)
+            self._replica.show()
 
     # -- connection -----------------------------------------------------------------------------
 
@@ -522,9 +490,9 @@ class StoreClient:
             case Released(job_id, positions):
                 self._release(job_id, positions)
             case Published(keys):
-                self._publish(keys)
+                self._replica.publish(keys, were_there=not self._ready)
             case Withdrawn(keys):
-                self._withdraw(keys)
+                self._replica.withdraw(keys)
             case Usage():
                 before = self._usage_before
                 self.usage = reply if before is None else reply.after(before)
@@ -554,20 +522,6 @@ class StoreClient:
         self._released += [(job_id, position) for position in positions]
         if not left:
             self._hung.pop(job_id, None)
-
-    def _publish(self, keys: list[RowKey]) -> None:
-        if self._changes is not None:
-            new = [key for key in dict.fromkeys(keys) if key not in self._keys]
-            if self._ready:
-                self._changes.note_stored(new)
-            else:
-                self._changes.note_found(new)
-        self._keys.update(keys)
-
-    def _withdraw(self, keys: list[RowKey]) -> None:
-        if self._changes is not None:
-            self._changes.note_removed(self._keys.intersection(keys))
-        self._keys.difference_update(keys)
 
     def _renew(self) -> None:
         """Have the process end, and a new one serve a namespace that is empty."""
@@ -617,7 +571,4 @@ class StoreClient:
         self._ready = False
         self._unsent.clear()
         self._touched.clear()
-        if self._changes is not None and not self._is_silent:
-            self._changes.note_lost(self._keys)
-        self._keys = self._found = set()
-        self._is_silent = False
+        self._replica.forget()
