@@ -62,7 +62,7 @@ class Owner(Protocol):
         """Whether one more segment is worth a try now, under the lock."""
         ...
 
-    def make_room(self, size_bytes: int, asker: SegmentPool) -> bool:
+    def make_room(self, size_bytes: int, asker: SegmentPool | None = None) -> bool:
         """Charge `size_bytes` once others gave up what they must; False if refused."""
         ...
 

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 from storage.admission import WriteBudget
-from storage.codec import CODEC_NAMES, NO_CODEC, ROW_BYTES_MAX, Codec, RowCodec
-from storage.device import Device, LocalDevice, replace_file, supports_direct
+from storage.codec import CODEC_NAMES, NO_CODEC, ROW_BYTES_MAX
+from storage.device import Device, LocalDevice, supports_direct
 from storage.engine import IoEngine, Queue
-from storage.errors import ConfigError, CorruptRecord, DeviceError, LayoutMismatch, RootUnusable
+from storage.errors import ConfigError, DeviceError, RootUnusable
 from storage.facts import RowFacts
-from storage.header import SegmentGeometry
 from storage.namespace import (
     METADATA,
     ROWS,
     Identity,
     WantedRows,
-    facts_in,
     is_namespace_directory,
-    namespace_metadata,
-    read_geometry,
 )
+from storage.opening import least_bytes, open_namespace, plan_namespace
 from storage.options import StoreOptions
-from storage.pool import SegmentPool, charge_of
+from storage.pool import SegmentPool
 from storage.quarantine import QUARANTINE, Quarantine
 from storage.root import (
     StaleNamespace,
@@ -45,13 +40,11 @@ from storage.root import (
 )
 from storage.rowstore import RowStore
 from storage.scrubber import Scrubber
-from storage.segment import Segment, segment_path
+from storage.segment import segment_path
 from storage.sharing import choose_donor, coldness
 from storage.sizes import format_size
 from storage.space import (
-    NAMESPACE_OVERHEAD_BYTES,
     ROOT_OVERHEAD_BYTES,
-    SEGMENT_OVERHEAD_BYTES,
     DiskState,
     Limit,
     Space,
@@ -193,8 +186,10 @@ class DiskStore:
         try:
             for name, one in zip(names, wanted, strict=True):
                 share = self.options.budget_bytes // len(wanted)
-                least = sum(_least_bytes(rows.pool.classes[-1]) for rows in opened)
-                opened.append(self._open_rows(one, stale[name], share, least))
+                least = sum(least_bytes(rows.pool.classes[-1]) for rows in opened)
+                plan = plan_namespace(self, one, stale[name], share, least)
+                self._reserve_quarantine(plan.largest.stride)
+                opened.append(open_namespace(self, plan, stale[name]))
                 opened[-1].engine = names[0] if len(names) > 1 else ""
             self._meet_budget(opened)
         except BaseException:
@@ -236,157 +231,6 @@ class DiskStore:
                     codec,
                     other,
                 )
-
-    def _open_rows(
-        self, wanted: WantedRows, stale: StaleNamespace | None, share_bytes: int, others_bytes: int
-    ) -> RowStore:
-        """A new namespace chooses its segments for a budget of `share_bytes`; beside it the least
-        of others, `others_bytes`, must fit."""
-        identity, row_bytes, facts = wanted
-        directory = self.root / identity.directory / ROWS
-        codec = identity.row_codec
-        geometry, segment_count = self._read_geometry(
-            directory, row_bytes, codec, stale, share_bytes
-        )
-        row_codec, largest = None, geometry
-        if codec is not None:
-            classes = geometry.size_classes()
-            row_codec, largest = (
-                RowCodec(codec, classes, always=self.options.codec_always),
-                classes[-1],
-            )
-        self._check_one_segment_fits(largest, others_bytes)
-        self._reserve_quarantine(largest.stride)
-        rows = RowStore(self, directory, identity, geometry, row_codec, is_new=stale is None)
-        rows.pool.metadata_was_read(segment_count)
-        rows.pool.facts = facts
-        if stale is None:
-            return rows
-        rows.pool.facts = facts or self._facts_of(directory.parent / METADATA)
-        try:
-            self.device.make_directory(directory / "c")
-            # Also the note of when it was last opened.
-            metadata = namespace_metadata(identity, rows.pool.facts)
-            replace_file(self.device, directory.parent / METADATA, metadata)
-        except DeviceError as exc:  # a full disk can still be read
-            log.warning("namespace not brought up to date: %s", exc)
-        rows.adopt(self._open_segments(rows, row_codec, stale))
-        highest = max((number + 1 for number in rows.pool.numbers), default=0)
-        if highest > segment_count:
-            try:
-                rows.pool.write_metadata(highest)
-            except DeviceError as exc:
-                log.warning("zarr can't see all segments: %s", exc)
-        rows.flush(recency=False)
-        return rows
-
-    def _facts_of(self, metadata: Path) -> RowFacts | None:
-        with contextlib.suppress(DeviceError):
-            return facts_in(self.device.read_file(metadata), str(metadata))
-        return None
-
-    def _read_geometry(
-        self,
-        directory: Path,
-        row_bytes: int,
-        codec: Codec | None,
-        stale: StaleNamespace | None,
-        share_bytes: int,
-    ) -> tuple[SegmentGeometry, int]:
-        """(geometry without a codec, segment count) of a namespace: what its array says, or the
-        size of its segments if that is lost, or as chosen for a new one of `share_bytes`."""
-        metadata = directory / METADATA
-        try:
-            raw = self.device.read_file(metadata)
-            geometry, count = read_geometry(raw, str(metadata), codec)
-        except CorruptRecord as exc:
-            log.warning("%s: made anew", exc)
-        except DeviceError as exc:
-            if exc.errno != errno.ENOENT:
-                raise RootUnusable(f"namespace {directory.parent.name}: {exc}") from exc
-        else:
-            if geometry.row_bytes != row_bytes:
-                raise LayoutMismatch(f"{metadata}: row_bytes", row_bytes, geometry.row_bytes)
-            return geometry, count
-        for number in stale.segments if stale is not None else ():
-            with contextlib.suppress(DeviceError):
-                size = self.device.stat(segment_path(directory, number)).size_bytes
-                found = SegmentGeometry.of_segment(row_bytes, size, is_coded=codec is not None)
-                if found is not None:
-                    return found, 0
-        return self._choose_geometry(row_bytes, share_bytes), 0
-
-    def _open_segments(
-        self, rows: RowStore, codec: RowCodec | None, stale: StaleNamespace
-    ) -> list[Segment]:
-        """The segments that can be opened, each charged what a segment of its geometry costs.
-
-        One that the device refuses keeps its place and its charge.  One that was cut short and
-        has no room to be whole again is removed.
-        """
-        segments = []
-        for number, charged in sorted(stale.segments.items()):
-            try:
-                size = self.device.stat(segment_path(rows.directory, number)).size_bytes
-                # Of a segment that was cut short the table may not be of this class: then its rows
-                # are lost.
-                geometry = next(
-                    (c for c in rows.pool.classes if c.segment_bytes >= size), rows.pool.classes[-1]
-                )
-                missing = charge_of(geometry) - charged
-                if missing > 0 and not self.make_room(missing):
-                    log.warning("segment %d of %s: cut short, removed", number, rows.directory)
-                    self.device.remove(segment_path(rows.directory, number))
-                    with self.lock:
-                        self.space.release(charged)
-                    continue
-                segment = Segment.open(
-                    self.device,
-                    rows.directory,
-                    number,
-                    geometry,
-                    rows.identity.namespace,
-                    direct=self.direct,
-                    codec=codec,
-                )
-            except DeviceError as exc:
-                log.warning("segment left out: %s", exc)
-                rows.pool.leave_alone(number)
-                continue
-            segments.append(segment)
-            if missing < 0:
-                with self.lock:
-                    self.space.release(-missing)
-        return segments
-
-    def _choose_geometry(self, row_bytes: int, share_bytes: int) -> SegmentGeometry:
-        geometry = SegmentGeometry.choose(row_bytes, share_bytes, self.options.segment_bytes)
-        if _least_bytes(geometry) + ROOT_OVERHEAD_BYTES > share_bytes:
-            geometry = SegmentGeometry(row_bytes, 1)
-        return geometry
-
-    def _check_one_segment_fits(self, geometry: SegmentGeometry, others_bytes: int) -> None:
-        least = _least_bytes(geometry) + others_bytes + ROOT_OVERHEAD_BYTES
-        least += self.quarantine.most_bytes(geometry.stride)
-        if self.options.budget_bytes < least:
-            raise ConfigError(
-                "budget",
-                f"at least {least} bytes ({format_size(least)}), one segment of "
-                f"{geometry.slots_per_segment} rows of {geometry.row_bytes} bytes",
-                self.options.budget_bytes,
-            )
-        try:
-            total = self.device.space(self.root).total_bytes
-        except DeviceError as exc:
-            log.warning("size of the file system unknown: %s", exc)
-            return
-        if total < least:
-            raise ConfigError(
-                "root",
-                f"a file system of at least {least} bytes ({format_size(least)}), one segment; "
-                "use a larger one",
-                f"{self.root} with {total} bytes",
-            )
 
     def _open_stores(self) -> list[RowStore]:
         with self.lock:
@@ -710,16 +554,3 @@ class DiskStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def rows_that_fit(options: StoreOptions, row_bytes: int) -> int:
-    """About how many rows of `row_bytes` the whole budget holds."""
-    geometry = SegmentGeometry.choose(row_bytes, options.budget_bytes, options.segment_bytes)
-    room = options.budget_bytes - NAMESPACE_OVERHEAD_BYTES - ROOT_OVERHEAD_BYTES
-    segments = room // (geometry.segment_bytes + SEGMENT_OVERHEAD_BYTES)
-    return max(0, segments) * geometry.slots_per_segment
-
-
-def _least_bytes(geometry: SegmentGeometry) -> int:
-    """What a namespace of one such segment takes of the budget."""
-    return geometry.segment_bytes + SEGMENT_OVERHEAD_BYTES + NAMESPACE_OVERHEAD_BYTES

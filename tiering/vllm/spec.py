@@ -10,10 +10,10 @@ import msgspec
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from storage.errors import ConfigError, StorageError
+from storage.opening import rows_that_fit
 from storage.service.client import RegionRows, StoreClient
 from storage.service.messages import SmallerRows
 from storage.sizes import format_size
-from storage.store import rows_that_fit
 from tiering.config import Config
 from tiering.manager import TieringManager
 from tiering.metrics import ALL
