@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from scripts.generated import bring_up_to_date
 from tiering.config import DiskSettings, SecondaryTierSettings, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,12 +138,7 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Compare, and write nothing.")] = False,
 ) -> None:
     """Write docs/configuration.md."""
-    text = reference()
-    if not check:
-        REFERENCE.write_text(text)
-    elif REFERENCE.read_text() != text:
-        typer.echo("docs/configuration.md: run python -m scripts.config_reference", err=True)
-        raise typer.Exit(1)
+    bring_up_to_date(REFERENCE, reference(), "scripts.config_reference", check=check)
 
 
 if __name__ == "__main__":

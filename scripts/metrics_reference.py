@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from scripts.generated import bring_up_to_date
 from tiering.metrics import ALL, Kind
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -64,12 +65,7 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Compare, and write nothing.")] = False,
 ) -> None:
     """Write docs/metrics.md."""
-    text = reference()
-    if not check:
-        REFERENCE.write_text(text)
-    elif REFERENCE.read_text() != text:
-        typer.echo("docs/metrics.md: run python -m scripts.metrics_reference", err=True)
-        raise typer.Exit(1)
+    bring_up_to_date(REFERENCE, reference(), "scripts.metrics_reference", check=check)
 
 
 if __name__ == "__main__":
