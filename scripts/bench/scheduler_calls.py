@@ -122,10 +122,13 @@ class Samples:
         finally:
             gc.callbacks.remove(count)
 
-    def of_each_call(self) -> list[int]:
-        """All calls together; of the lookups of a scan, their mean for each."""
+    def of_each_call(self, chunks: int | None = None) -> list[int]:
+        """All calls together, or those for prompts of so many chunks; of the lookups of a scan,
+        their mean for each."""
         each: list[int] = []
         for call, values in self.of.items():
+            if call.name.endswith(": all") or (chunks is not None and call.chunks != chunks):
+                continue  # what adds up others
             if call.name.startswith("lookup"):
                 made = 1 if "new" in call.name else call.chunks
                 each += [value // made for value in values for _ in range(made)]

@@ -166,10 +166,21 @@ class Rounds:
         found = {}
         for side in self.sides:
             of = self.samples[side.name, which].of
-            spent = sum(sum(v) for call, v in of.items() if call.chunks and "all" not in call.name)
+            spent = sum(
+                sum(v) for call, v in of.items() if call.chunks and not call.name.endswith(": all")
+            )
             rounds = len(of[Call("lookup, on disk: all", max(self._prompts))])
             found[side.name] = spent / 1e3 / prompts / (rounds / self._prompts[max(self._prompts)])
         return found
+
+    def together(self, clock: str) -> list[Line]:
+        """All kinds of calls for prompts of one size as one, a lookup as one call."""
+        which = WALL if clock == "wall" else CPU
+        ours, theirs = self.samples[OURS, which], self.samples[THEIRS, which]
+        return [
+            line(Call("any call", n), clock, ours.of_each_call(n), theirs.of_each_call(n))
+            for n in self._prompts
+        ]
 
     def close(self) -> None:
         for driver in self._drivers.values():
@@ -433,8 +444,9 @@ def run(
         alone[f"prompt of {long} chunks, cpu"] = long_prompt(ours, long, 10 * rounds)
         bench.close()
     lines = bench.lines()
+    together = [row for clock in ("wall", "cpu") for row in bench.together(clock)]
     for clock in ("wall", "cpu"):
-        console.print(calls_table(lines, clock))
+        console.print(calls_table([*lines, *together], clock))
     for name, samples in alone.items():
         console.print(alone_table(name, samples))
     for clock in ("wall", "cpu"):
@@ -463,7 +475,7 @@ def run(
         f"result {' != '.join(sorted(digests))}"
     )
     if json_path is not None:
-        json_path.write_text(json.dumps(as_json(lines, alone), indent=2) + "\n")
+        json_path.write_text(json.dumps(as_json([*lines, *together], alone), indent=2) + "\n")
     if len(digests) != 1:
         raise WrongResult("the sides did not find and store the same")
 

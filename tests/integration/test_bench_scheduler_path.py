@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = {
+    "any call",
     "complete_load",
     "complete_store",
     "has_pending_work",
