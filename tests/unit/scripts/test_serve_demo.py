@@ -22,6 +22,7 @@ from scripts.serve_demo import (
     Sources,
     faults_of,
     ranks_of_runs,
+    row_faults,
     row_lines,
     rows_on_disk,
     summary_of,
@@ -30,7 +31,7 @@ from scripts.serving import Completion
 
 MLA = {"num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
 GQA = {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 32}
-NAMESPACE = "tiny-mla-" + 32 * "a"
+NAMESPACE = "SomeModel-" + 32 * "a"
 
 
 def answered(number: int = 1, *, disk: int = 0, token: int = 7, accepted: int = 0) -> Answered:
@@ -158,12 +159,27 @@ def test_a_rank_holds_a_whole_head_where_there_are_fewer_than_ranks() -> None:
     assert [shape.token_bytes_on_rank(tp) for tp in (1, 2, 4)] == [256, 128, 128]
 
 
+def make_namespace(root: Path, name: str, model: str) -> None:
+    (root / name / "rows").mkdir(parents=True)
+    attributes = {"kvtier": {"model": "SomeModel", "rows": {"model_name": model}}}
+    (root / name / "zarr.json").write_text(json.dumps({"attributes": attributes}))
+    (root / name / "rows" / "zarr.json").write_text('{"shape": [100, 8192]}')
+
+
 def test_only_rows_of_the_named_model(tmp_path: Path) -> None:
-    for name in (NAMESPACE, "tiny-mla-gqa-draft-" + 32 * "c"):
-        (tmp_path / name / "rows").mkdir(parents=True)
-        (tmp_path / name / "rows" / "zarr.json").write_text('{"shape": [100, 8192]}')
+    """Which the directory does not tell: it is the same for a model by another name."""
+    make_namespace(tmp_path, NAMESPACE, "tiny-mla")
+    make_namespace(tmp_path, "SomeModel-" + 32 * "c", "tiny-mla-gqa-draft")
     assert rows_on_disk(tmp_path, "tiny-mla") == REPORT.rows
     assert len(rows_on_disk(tmp_path)) == 2
+
+
+def test_smaller_rows_of_other_groups_are_no_fault() -> None:
+    rows = [RowsOnDisk("Gemma-" + 32 * "a", 100, 65536), RowsOnDisk("Gemma-" + 32 * "b", 100, 4096)]
+    report = replace(REPORT, model="tiny-gemma3", rows=rows, row_bytes=65536)
+    assert row_faults(report) == []
+    assert row_faults(replace(report, rows=rows[1:])) == ["0 namespaces where 1 should be"]
+    assert row_faults(replace(report, rows=rows, row_bytes=69632)) != []
 
 
 def test_flags_of_a_draft_model_follow_the_number_of_ranks(made: Path) -> None:

@@ -167,4 +167,5 @@ def test_copies_are_made_where_cores_may_not_be_chosen(monkeypatch: pytest.Monke
     queue = CopyQueue()
     queue.submit(1, done([], 1))
     queue.wait({1})
+    assert queue.poll() == [(1, Copied(1, 0.0))]
     queue.close()
