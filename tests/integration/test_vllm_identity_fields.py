@@ -444,3 +444,20 @@ def test_identity_knows_every_field_of_vllm(kind: str) -> None:
     assert len(named) == len(set(named)), "judged twice"
     assert there - set(named) == set(), "new"
     assert set(LISTED[kind]) <= there, "gone"
+
+
+def test_identity_has_values_that_are_empty_where_the_default_is_not() -> None:
+    @dataclasses.dataclass
+    class Config:
+        steps: int = 1
+        kinds: str = "all"
+        flag: bool | None = None
+        names: dict[str, int] | None = None
+
+    changed = identity_module._changed
+    names = ("steps", "kinds", "flag", "names")
+    assert changed(Config(), names) == {}
+    assert changed(Config(names={}), names) == {}
+    assert changed(Config(steps=0), names) == {"steps": 0}
+    assert changed(Config(kinds=""), names) == {"kinds": ""}
+    assert changed(Config(flag=False), names) == {"flag": False}

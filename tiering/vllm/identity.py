@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -245,8 +245,10 @@ def _changed(config: Any, names: Iterable[str]) -> dict[str, Json]:
     defaults = {field.name: field.default for field in fields(config)}
     found = {}
     for name in names:
-        value = getattr(config, name)
-        if value != defaults[name] and (value or value is False):
+        value, default = getattr(config, name), defaults[name]
+        # Nothing instead of nothing, such as {} for None, changes nothing; False may, and 0 for 1.
+        is_nothing = not value and value is not False and (default is MISSING or not default)
+        if value != default and not is_nothing:
             found[name] = plain_value(value)
     return found
 
