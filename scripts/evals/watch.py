@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from scripts.serve_demo import FINISHED, Sources, gauge, wait_until, written_bytes
+from scripts.serve_demo import FINISHED, gauge, wait_until, written_bytes
+from scripts.serve_report import Sources
 from scripts.serving import REQUEST_TIMEOUT_S, Metrics, ServeError
 from storage.testing.rows import bytes_on_disk
 

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.serve_demo import ACCEPTED, DRAFTED, rows_on_disk
+from scripts.serve_demo import rows_on_disk
+from scripts.serve_report import ACCEPTED, DRAFTED
 from scripts.serving import REQUEST_TIMEOUT_S, ServeError, VllmServer
 from tests.integration.conftest import (
     DRAIN_TIMEOUT_S,

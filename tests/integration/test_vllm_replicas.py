@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from scripts.models import MODELS, ROOT
-from scripts.serve_demo import ACCEPTED, DRAFTED, rows_on_disk
+from scripts.serve_demo import rows_on_disk
+from scripts.serve_report import ACCEPTED, DRAFTED
 from scripts.serving import Metrics, VllmServer
 from storage.types import RowKey
 from tests.integration.conftest import (

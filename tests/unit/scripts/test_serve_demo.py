@@ -12,19 +12,17 @@ import pytest
 from scripts import models
 from scripts.demo_prompts import DemoPrompt
 from scripts.models import MODELS, LayerShape, ModelPreset
-from scripts.serve_demo import (
+from scripts.serve_demo import DemoError, ranks_of_runs, rows_on_disk
+from scripts.serve_report import (
     Answered,
-    DemoError,
     DiskUse,
     Drafts,
     Report,
     RowsOnDisk,
     Sources,
     faults_of,
-    ranks_of_runs,
     row_faults,
     row_lines,
-    rows_on_disk,
     summary_of,
 )
 from scripts.serving import Completion
@@ -178,6 +176,7 @@ def test_smaller_rows_of_other_groups_are_no_fault() -> None:
     rows = [RowsOnDisk("Gemma-" + 32 * "a", 100, 65536), RowsOnDisk("Gemma-" + 32 * "b", 100, 4096)]
     report = replace(REPORT, model="tiny-gemma3", rows=rows, row_bytes=65536)
     assert row_faults(report) == []
+    assert row_lines(report)[0] == "one row of a smaller KV-cache group: 4096 bytes"
     assert row_faults(replace(report, rows=rows[1:])) == ["0 namespaces where 1 should be"]
     assert row_faults(replace(report, rows=rows, row_bytes=69632)) != []
 
