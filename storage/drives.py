@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from storage.device import Device
 from storage.errors import DeviceError, RootUnusable
 from storage.facts import RowFacts
 from storage.header import SegmentGeometry
-from storage.jobs import JobResult, RowCounters, wait
+from storage.jobs import JobResult, RowCounters, remove_from_all, total, wait
 from storage.namespace import Identity, WantedRows
 from storage.options import StoreOptions
 from storage.rowstore import RowStore
@@ -215,8 +216,7 @@ class DriveRows:
 
     def count(self) -> RowCounters:
         """The sums over all drives."""
-        counts = [vars(drive.rows.count()) for drive in self._drives]
-        return RowCounters(**{name: sum(c[name] for c in counts) for name in counts[0]})
+        return total(drive.rows.count() for drive in self._drives)
 
     def subscribe(self, on_change: Callable[[Sequence[RowKey], Sequence[RowKey]], None]) -> None:
         """Tell all keys that are there, and from then on every change; drives one by one."""
@@ -298,16 +298,8 @@ class DriveRows:
 
     def remove(self, keys: Iterable[RowKey]) -> int:
         """As `RowStore.remove`; every drive is asked before an error is raised."""
-        keys, gone = list(keys), 0
-        error: DeviceError | None = None
-        for drive in self._drives:
-            try:
-                gone += drive.rows.remove(keys)
-            except DeviceError as exc:
-                error = exc
-        if error is not None:
-            raise error
-        return gone
+        keys = list(keys)
+        return remove_from_all(partial(drive.rows.remove, keys) for drive in self._drives)
 
     def _run(
         self,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from storage.codec import CodecCounters
+from storage.errors import DeviceError
 from storage.types import RowKey, RowOutcome
 
 
@@ -168,6 +169,27 @@ class Part:
         for position in self.hung:
             self.job.outcomes[self.start + position] = RowOutcome.HUNG
         return True
+
+
+def total(counts: Iterable[RowCounters]) -> RowCounters:
+    """The sums over the parts of a store."""
+    each = [vars(count) for count in counts]
+    return RowCounters(**{name: sum(of[name] for of in each) for name in each[0]})
+
+
+def remove_from_all(removals: Iterable[Callable[[], int]]) -> int:
+    """How many rows all of `removals` together removed; every one is tried before an error of one
+    is raised."""
+    gone = 0
+    error: DeviceError | None = None
+    for remove in removals:
+        try:
+            gone += remove()
+        except DeviceError as exc:
+            error = exc
+    if error is not None:
+        raise error
+    return gone
 
 
 def wait(submit: Callable[[Callable[[JobResult], None]], None]) -> JobResult:

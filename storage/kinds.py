@@ -7,11 +7,11 @@ what keys end in, or else to the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from storage.drives import DriveRows, Gather
-from storage.errors import DeviceError
 from storage.header import SegmentGeometry
-from storage.jobs import JobResult, RowCounters
+from storage.jobs import JobResult, RowCounters, remove_from_all, total
 from storage.rowstore import RowStore
 from storage.types import RowKey
 
@@ -45,8 +45,7 @@ class KindRows:
 
     def count(self) -> RowCounters:
         """The sums over all sizes."""
-        counts = [vars(rows.count()) for rows in self._all]
-        return RowCounters(**{name: sum(c[name] for c in counts) for name in counts[0]})
+        return total(rows.count() for rows in self._all)
 
     def subscribe(self, on_change: Callable[[Sequence[RowKey], Sequence[RowKey]], None]) -> None:
         """Tell all keys that are there, and from then on every change; size by size."""
@@ -80,16 +79,11 @@ class KindRows:
 
     def remove(self, keys: Iterable[RowKey]) -> int:
         """As `RowStore.remove`; every size is asked before an error is raised."""
-        keys, gone = list(keys), 0
-        error: DeviceError | None = None
-        for rows, positions in self._divided(keys):
-            try:
-                gone += rows.remove([keys[p] for p in positions])
-            except DeviceError as exc:
-                error = exc
-        if error is not None:
-            raise error
-        return gone
+        keys = list(keys)
+        return remove_from_all(
+            partial(rows.remove, [keys[p] for p in positions])
+            for rows, positions in self._divided(keys)
+        )
 
     def _submit(
         self,
