@@ -55,12 +55,16 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
-def short_name(namespace: str, width: int) -> str:
-    """A namespace's name in `width` columns: the model, and enough of the fingerprint to know it by
-    where its end must go."""
-    if len(namespace) <= width:
+def short_name(namespace: str, width: int, model: str = "") -> str:
+    """A namespace's name in `width` columns: the model, as people call it where that is known, and
+    enough of the fingerprint to know it by where its end must go."""
+    kind, fingerprint = namespace[:-33], namespace[-32:]
+    if not kind:  # no namespace, but the sum of all
         return namespace
-    model, fingerprint = namespace[:-33], namespace[-32:-26]
+    model = model or kind
+    if len(model) + 1 + len(fingerprint) <= width:
+        return f"{model}-{fingerprint}"
+    fingerprint = fingerprint[:6]
     room = width - len(fingerprint) - 1
     if len(model) > room:
         model = model[: room - 1] + "…"

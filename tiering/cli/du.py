@@ -131,7 +131,8 @@ def _table(out: Console, titles: Sequence[str]) -> Table:
 
 
 def _name(out: Console, one: NamespaceFigures) -> str:
-    return short_name(one.namespace, max(_NAME_COLUMNS, out.width - 80 + _NAME_COLUMNS))
+    width = max(_NAME_COLUMNS, out.width - 80 + _NAME_COLUMNS)
+    return short_name(one.namespace, width, one.model)
 
 
 def _rows_table(out: Console, shown: Sequence[NamespaceFigures]) -> Table:

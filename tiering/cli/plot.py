@@ -61,7 +61,7 @@ def _plot_parts(axes: Axes, figures: Sequence[RootFigures]) -> None:
                     label=part if not names else None,
                 )
                 left += part_bytes
-            names.append(prefix + short_name(one.namespace, 34))
+            names.append(prefix + short_name(one.namespace, 34, one.model))
     axes.set_yticks(range(len(names)), names)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words.size(value)))
     axes.set_xlim(left=0)

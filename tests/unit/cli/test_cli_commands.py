@@ -465,3 +465,6 @@ def test_cli_words() -> None:
     name = f"{'m' * 60}-{'0123456789abcdef' * 2}"
     assert short_name(name, 22) == f"{'m' * 14}…-012345"
     assert short_name(name, 200) == name
+    assert short_name(name, 22, "org/name") == "org/name-012345"
+    assert short_name(name, 200, "org/name") == f"org/name-{name[-32:]}"
+    assert short_name("total", 22, "total") == "total"
