@@ -309,8 +309,16 @@ class VllmServer:
         total_s = time.monotonic() - started
         return Completion(text, tuple(token_ids), prompt_tokens, ttft_s, total_s)
 
-    def complete_all(self, prompts: Sequence[Prompt], tokens_max: int) -> list[tuple[int, ...]]:
-        """The greedy tokens of each prompt, of all prompts in one request."""
+    def complete_all(
+        self,
+        prompts: Sequence[Prompt],
+        tokens_max: int,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **more: str,
+    ) -> list[tuple[int, ...]]:
+        """The greedy tokens of each prompt, of all prompts in one request: they are in the engine
+        together, however long a client takes.  `more` goes into the request's body."""
         body = {
             "model": self.config.preset.name,
             "prompt": [p if isinstance(p, str) else list(p) for p in prompts],
@@ -318,8 +326,10 @@ class VllmServer:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            **more,
         }
-        choices = self._ask("POST", "/v1/completions", json=body).json()["choices"]
+        answer = self._ask("POST", "/v1/completions", json=body, headers=headers or {})
+        choices = answer.json()["choices"]
         return [tuple(c["token_ids"]) for c in sorted(choices, key=lambda c: int(c["index"]))]
 
     def tokenize(self, text: str) -> list[int]:

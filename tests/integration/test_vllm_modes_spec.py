@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,42 +49,15 @@ def ask(
     ranks: Sequence[int] | None = None,
     writes: bool = True,
 ) -> Asked:
-    """`ranks` are the data-parallel engines that shall answer.  `writes` is False where the store
-    takes none, after a reset."""
+    """`ranks` are the data-parallel engines that shall answer, one prompt at a time.  `writes` is
+    False where the store takes none, after a reset."""
     before = from_store(server, writes)
-    headers = [{} if ranks is None else {"X-data-parallel-rank": str(r)} for r in ranks or prompts]
-    with ThreadPoolExecutor(at_once) as pool:
-        tokens = list(
-            pool.map(
-                lambda prompt, head: _answer(server, prompt, tokens_max, head), prompts, headers
-            )
-        )
+    tokens: list[tuple[int, ...]] = []
+    for start in range(0, len(prompts), at_once):
+        headers = {} if ranks is None else {"X-data-parallel-rank": str(ranks[start])}
+        batch = prompts[start : start + at_once]
+        tokens += server.complete_all(batch, tokens_max, headers=headers)
     return Asked(tokens, from_store(server, writes) - before)
-
-
-def _answer(
-    server: VllmServer, prompt: str | Sequence[int], tokens_max: int, headers: Mapping[str, str]
-) -> tuple[int, ...]:
-    response = httpx.post(
-        f"http://127.0.0.1:{server.port}/v1/completions",
-        json=_body(server, prompt, tokens_max),
-        headers=headers,
-        timeout=REQUEST_TIMEOUT_S,
-        trust_env=False,
-    )
-    assert response.status_code == httpx.codes.OK, response.text
-    return tuple(response.json()["choices"][0]["token_ids"])
-
-
-def _body(server: VllmServer, prompt: str | Sequence[int], tokens_max: int) -> dict[str, Any]:
-    return {
-        "model": server.config.preset.name,
-        "prompt": prompt if isinstance(prompt, str) else list(prompt),
-        "max_tokens": tokens_max,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
 
 
 def from_store(server: VllmServer, writes: bool) -> float:
@@ -102,7 +74,13 @@ def cancel_some(server: VllmServer, prompts: Sequence[str]) -> None:
 
     def one(prompt: str) -> None:
         url = f"http://127.0.0.1:{server.port}/v1/completions"
-        body = {**_body(server, prompt, 200), "stream": True}
+        body = {
+            "model": server.config.preset.name,
+            "prompt": prompt,
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "stream": True,
+        }
         with (
             httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client,
             client.stream("POST", url, json=body) as response,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
-import httpx
-
 from scripts.make_model import ensure_model
 from scripts.models import MODELS
 from tests.integration.conftest import (
@@ -38,26 +34,11 @@ def test_copies_that_take_many_steps_change_no_token(start_server: StartServer) 
     server = start_server(MODEL, config, kv_cache_bytes=BLOCKS * BLOCK_TOKENS * token_bytes)
     prompts = short_prompts(REQUESTS, 300)
 
-    def answer(prompt: str, salt: str) -> list[int]:
-        body = {
-            "model": MODEL,
-            "prompt": prompt,
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "cache_salt": salt,  # requests of one salt find nothing of another's
-        }
-        [choice] = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
-        return list(choice["token_ids"])
-
-    url = f"http://127.0.0.1:{server.port}"
-    # One client: to make one takes so long that requests with their own would hardly meet.
-    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(REQUESTS) as pool:
-        alone = [answer(prompt, "alone") for prompt in prompts]
-        for _ in range(2):  # computed and stored, then loaded
-            before = tokens_from(server.metrics(), "host")
-            assert list(pool.map(answer, prompts, ["together"] * len(prompts))) == alone
+    # Requests of one salt find nothing of another's.
+    alone = [server.complete_all([p], ANSWER_TOKENS, cache_salt="alone")[0] for p in prompts]
+    for _ in range(2):  # computed and stored, then loaded
+        before = tokens_from(server.metrics(), "host")
+        assert server.complete_all(prompts, ANSWER_TOKENS, cache_salt="together") == alone
     metrics = server.metrics()
     assert metrics.value("vllm:num_preemptions_total") > 0
     assert tokens_from(metrics, "host") > before

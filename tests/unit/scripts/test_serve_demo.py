@@ -66,6 +66,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "tiny-mla-gqa-draft": MLA,
         "tiny-mla-gqa-draft/draft": GQA,
         "tiny-mqa": {**GQA, "num_key_value_heads": 1},
+        "tiny-gemma3": {**GQA, "num_hidden_layers": 7},
     }
     for name, config in configs.items():
         (tmp_path / name).mkdir(parents=True)
@@ -172,6 +173,7 @@ def test_only_rows_of_the_named_model(tmp_path: Path) -> None:
     assert len(rows_on_disk(tmp_path)) == 2
 
 
+@pytest.mark.usefixtures("made")
 def test_smaller_rows_of_other_groups_are_no_fault() -> None:
     rows = [RowsOnDisk("Gemma-" + 32 * "a", 100, 65536), RowsOnDisk("Gemma-" + 32 * "b", 100, 4096)]
     report = replace(REPORT, model="tiny-gemma3", rows=rows, row_bytes=65536)
