@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from storage.types import RowKey
 from tiering.backpressure import WriteGate
-from tiering.primary import READING, READY, REGION, STORING, PrimaryTier
+from tiering.primary import READING, READY, REGION, STORING, ChunkState, PrimaryTier
 from tiering.requests import Request, Requests
 from tiering.secondary import SecondaryTier
 from tiering.transfers import TierTransfers
@@ -97,6 +97,9 @@ class _Full(NamedTuple):
     order: float
     in_use: tuple[int, int]
     until: float
+
+    def still_is(self, order: float, in_use: tuple[int, int], now: float) -> bool:
+        return order >= self.order and in_use == self.in_use and now < self.until
 
 
 class TieringManager:
@@ -179,13 +182,14 @@ class TieringManager:
         if source is not None and self._still_comes(key, request, self.tiers[source]):
             request.is_pending = True
             return _HIT_PENDING
-        if self.primary.state(key) is READY:
+        state = self.primary.state(key)
+        if state is READY:
             self._requests.hold(key, request)
             request.found.add(key)
             if key not in request.counted:
                 self._count(key, request, REGION if source is None else source)
             return _HIT
-        result = self._lookup(key, request, self._now(), below=below)
+        result = self._lookup(key, state, request, below=below)
         if result is _MISS:
             request.sources.pop(key, None)
             if not below:
@@ -195,10 +199,13 @@ class TieringManager:
             request.is_pending = True
         return result
 
-    def _lookup(self, key: RowKey, request: Request, now: float, *, below: bool) -> LookupResult:
-        """Of a chunk that is not READY."""
-        state = self.primary.state(key)
-        if self._has_waited_enough(request):
+    def _lookup(
+        self, key: RowKey, state: ChunkState | None, request: Request, *, below: bool
+    ) -> LookupResult:
+        """Of a chunk that is not READY.  All lookups of a request in one step are of one time."""
+        now = request.asked_at
+        if request.waited_s >= self._promotion_timeout_s or request.is_out_of_time:
+            self._give_up_waiting(request)
             return _MISS
         if state is STORING:
             return _MISS if self.primary.number(key) <= self._overdue else _HIT_PENDING
@@ -265,20 +272,26 @@ class TieringManager:
 
         What requests that arrived at `order` or before hold is not evicted for it.
         """
-        in_use = (self.primary.busy_count, self._requests.held_count)
         full = self._full
-        if full is not None and order >= full.order and in_use == full.in_use and now < full.until:
+        if full is not None and full.still_is(order, self._in_use, now):
             return False
-        evicted = self.primary.allocate([key], READING, self._requests.protection(now, order))
+        is_protected = None if self.primary.free_count else self._requests.protection(now, order)
+        evicted = self.primary.allocate_one(key, READING, is_protected)
         if evicted is None:
-            self._full = _Full(order, in_use, now + _LOOK_AGAIN_S)
+            self._full = _Full(order, self._in_use, now + _LOOK_AGAIN_S)
             return False
-        self._note_evicted(evicted)
+        self._full = None
+        if evicted:
+            self._note_evicted(evicted)
         transfers.begin_promotion(key)
         if not request.promoting:
             self._promoting.append(request)
         request.promoting.setdefault(transfers.name, []).append(key)
         return True
+
+    @property
+    def _in_use(self) -> tuple[int, int]:
+        return self.primary.busy_count, self._requests.held_count
 
     def source(self, key: RowKey, request_id: str) -> Tier:
         """The kind of tier that a chunk found for this request came from."""
@@ -286,14 +299,10 @@ class TieringManager:
         name = request.sources.get(key, REGION) if request else REGION
         return Tier.REGION if name == REGION else Tier.DISK
 
-    def _has_waited_enough(self, request: Request) -> bool:
-        if request.is_out_of_time:
-            return True
-        if request.waited_s < self._promotion_timeout_s:
-            return False
-        self.counters.promotions_timed_out += 1
-        request.is_out_of_time = True  # for the rest of its life
-        return True
+    def _give_up_waiting(self, request: Request) -> None:
+        """For the rest of its life."""
+        self.counters.promotions_timed_out += not request.is_out_of_time
+        request.is_out_of_time = True
 
     def _count(self, key: RowKey, request: Request, source: str | None) -> None:
         if key in request.counted:
@@ -384,19 +393,23 @@ class TieringManager:
     def end_step(self) -> None:
         """End of a scheduler step: take results in, send off the promotions of each request."""
         now = self._now()
-        self.poll()
-        promoting, self._promoting = self._promoting, []
-        for request in promoting:
-            self._submit_reads(request, now)
+        self._take_results(now)
+        if self._promoting:
+            promoting, self._promoting = self._promoting, []
+            for request in promoting:
+                self._submit_reads(request, now)
         while self._begun and self._begun[0][0] <= now - self._stall_s:
             self._overdue = self._begun.popleft()[1]
         self._requests.end_step()
 
     def poll(self) -> None:
         """Take in what the tiers have finished."""
-        now = self._now()
+        self._take_results(self._now())
+
+    def _take_results(self, now: float) -> None:
         for transfers in self.tiers.values():
-            self._requests.forget(transfers.poll(now))
+            if failed := transfers.poll(now):
+                self._requests.forget(failed)
 
     def _submit_reads(self, request: Request, now: float) -> None:
         for name, keys in request.promoting.items():

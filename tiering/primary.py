@@ -55,6 +55,10 @@ class PrimaryTier:
         return self._free.slot_count
 
     @property
+    def free_count(self) -> int:
+        return self._free.free_count
+
+    @property
     def used_count(self) -> int:
         """Slots that hold a chunk, in whatever state."""
         return self.slot_count - self._free.free_count
@@ -131,6 +135,31 @@ class PrimaryTier:
         self._numbers.update(zip(keys, self._next_number, strict=False))
         self._moving.update(dict.fromkeys(keys, state))
         return victims
+
+    def allocate_one(
+        self, key: RowKey, state: ChunkState, is_protected: Callable[[RowKey], bool] | None
+    ) -> list[RowKey] | None:
+        """As `allocate` of a single key: what a lookup of a long prompt on disk does for each."""
+        assert state is not READY
+        assert key not in self._slots, "it is in the region already"
+        evicted: list[RowKey] = []
+        if self._free.free_count:
+            slot = self._free.allocate_one()
+        else:
+            evicted = self._evictable.victims(1, is_protected)
+            if not evicted:
+                return None
+            [victim] = evicted
+            self._evictable.remove(victim)
+            slot = self._slots.pop(victim)
+            del self._numbers[victim]
+            self.evictions += 1
+            if self._changes is not None:
+                self._changes.note_removed(evicted)
+        self._slots[key] = slot
+        self._numbers[key] = next(self._next_number)
+        self._moving[key] = state
+        return evicted
 
     def publish(self, keys: Iterable[RowKey]) -> None:
         """The bytes of STORING or READING chunks, first to last, are complete: they are READY, and

@@ -60,7 +60,7 @@ class Requests:
         self._arrivals = 0
         self._holders: dict[RowKey, set[Request]] = {}  # once `_register` was called
         self._latest: Request | None = None
-        self._fresh: list[RowKey] = []  # held by the latest alone, and not in `_holders` yet
+        self._fresh: set[RowKey] = set()  # held by the latest, and not in `_holders` for it
         self._queue: list[int] = []  # orders of those that wait for a slot
         self._queued: dict[int, Request] = {}  # by order
 
@@ -105,14 +105,14 @@ class Requests:
     # -- holds ----------------------------------------------------------------------------------
 
     def hold(self, key: RowKey, request: Request) -> None:
-        """Most requests load what they hold before anybody else asks for anything: who holds a
-        chunk is looked up from the chunk only when something may be evicted."""
+        """Most requests load what they hold before anybody else asks for anything: only then who
+        holds a chunk is entered by chunk."""
         if key not in request.held:
             if request is not self._latest:
                 self._register()
                 self._latest = request
             request.held.add(key)
-            self._fresh.append(key)
+            self._fresh.add(key)
 
     def _register(self) -> None:
         """Enter what the latest holds into `_holders`."""
@@ -147,28 +147,35 @@ class Requests:
 
     def forget(self, keys: Iterable[RowKey]) -> None:
         """Chunks left the region: who held them holds them no more."""
-        self._register()
-        if self._holders:
-            for key in keys:
-                for holder in self._holders.pop(key, ()):
-                    holder.held.discard(key)
-                    holder.found.discard(key)
+        latest, fresh = self._latest, self._fresh
+        if not fresh and not self._holders:
+            return
+        for key in keys:
+            if latest is not None and key in fresh:
+                fresh.remove(key)
+                latest.held.discard(key)
+                latest.found.discard(key)
+            for holder in self._holders.pop(key, ()):
+                holder.held.discard(key)
+                holder.found.discard(key)
 
     def protection(
         self, now: float, order: float = float("inf")
     ) -> Callable[[RowKey], bool] | None:
         """Tells whether a request that arrived at `order` or before holds a chunk, for use at once;
         None if nobody holds any."""
-        self._register()
-        if not self._holders:
+        latest, fresh, holders_of = self._latest, self._fresh, self._holders.get
+        if not fresh and not self._holders:
             return None
-        holders_of = self._holders.get
+
+        def is_claimed(holder: Request) -> bool:
+            return holder.order <= order and self._is_there(holder, now)
 
         def is_held(key: RowKey) -> bool:
+            if latest is not None and key in fresh and is_claimed(latest):
+                return True
             holders = holders_of(key)
-            return holders is not None and any(
-                holder.order <= order and self._is_there(holder, now) for holder in holders
-            )
+            return holders is not None and any(map(is_claimed, holders))
 
         return is_held
 

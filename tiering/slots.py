@@ -27,6 +27,10 @@ class SlotPool:
         pop = self._free.popleft
         return [pop() for _ in range(count)]
 
+    def allocate_one(self) -> int:
+        """As `allocate(1)`."""
+        return self._free.popleft()
+
     def release(self, slots: Iterable[int]) -> None:
         self._free.extend(slots)
         assert len(self._free) <= self.slot_count, "a slot was released twice"

@@ -21,10 +21,12 @@ class SilenceWatch:
         self._timeouts_s = {True: read_timeout_s, False: write_timeout_s}
         self._now = now
         self._heard_at = 0.0
+        self._no_sooner = math.inf  # nothing stands still before that time
         self._due: dict[bool, dict[int, float]] = {True: {}, False: {}}  # is_read -> job -> when
 
     def begin(self, job_id: int, *, is_read: bool) -> None:
-        self._due[is_read][job_id] = self._now() + self._timeouts_s[is_read]
+        due = self._due[is_read][job_id] = self._now() + self._timeouts_s[is_read]
+        self._no_sooner = min(self._no_sooner, due + SILENCE_S)
 
     def end(self, job_id: int) -> None:
         """The job was answered, if it was one of these."""
@@ -36,12 +38,14 @@ class SilenceWatch:
         self._heard_at = self._now()
 
     def stands_still(self) -> bool:
-        if not any(self._due.values()):
+        now = self._now()
+        if now <= self._no_sooner:
             return False
         # Jobs of a kind are due in the order in which they began.
         oldest = min(next(iter(due.values()), math.inf) for due in self._due.values())
         latest_sign = max(oldest, self._heard_at + self._timeouts_s[True])
-        return self._now() > latest_sign + SILENCE_S
+        self._no_sooner = latest_sign + SILENCE_S
+        return now > self._no_sooner
 
     def give_up(self) -> list[int]:
         """The jobs that are owed; they are not waited for any longer."""

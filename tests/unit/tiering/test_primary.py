@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -67,6 +69,20 @@ def test_all_or_nothing() -> None:
     assert tier.room(never, 10) == 1
 
 
+def test_one_is_allocated_as_many_are() -> None:
+    """It takes the place of the least recent that may go; where none may, nothing changes."""
+    tier = filled(1, 2, 3, 4)
+    held = {key(1), key(2)}
+    slot = tier.slot(key(3))
+    assert tier.allocate_one(key(5), ChunkState.READING, held.__contains__) == [key(3)]
+    assert (tier.slot(key(5)), tier.state(key(5))) == (slot, ChunkState.READING)
+    assert tier.number(key(5)) > tier.number(key(4))
+    assert tier.allocate_one(key(6), ChunkState.STORING, lambda _: True) is None
+    assert (tier.used_count, tier.busy_count, tier.evictions) == (4, 1, 1)
+    with pytest.raises(AssertionError):
+        tier.allocate_one(key(5), ChunkState.STORING, None)
+
+
 class PrimaryMachine(RuleBasedStateMachine):
     """Random histories: no slot has two chunks, and only what may go goes."""
 
@@ -82,11 +98,21 @@ class PrimaryMachine(RuleBasedStateMachine):
     def allocate(self, count: int, state: ChunkState) -> None:
         keys = [key(self.next + i) for i in range(count)]
         self.next += count
-        evicted = self.tier.allocate(keys, state, never)
+        self._allocated(keys, state, self.tier.allocate(keys, state, never))
+
+    @rule(state=st.sampled_from(list(ChunkState)[:2]), protects=st.sampled_from([never, None]))
+    def allocate_one(self, state: ChunkState, protects: Callable[[RowKey], bool] | None) -> None:
+        one = key(self.next)
+        self.next += 1
+        self._allocated([one], state, self.tier.allocate_one(one, state, protects))
+
+    def _allocated(
+        self, keys: list[RowKey], state: ChunkState, evicted: list[RowKey] | None
+    ) -> None:
         ready = [k for k, s in self.states.items() if s is ChunkState.READY]
         idle = [k for k in ready if not self.pins.get(k)]
         if evicted is None:
-            assert 5 - len(self.states) + len(idle) < count
+            assert 5 - len(self.states) + len(idle) < len(keys)
             return
         for gone in evicted:
             assert gone in idle
