@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 
 
+_FOUND_CHARACTERS_MAX = 200  # of a found value that a message quotes
+
+
 class StorageError(Exception):
     """Base of all errors that `storage` raises on purpose."""
 
@@ -25,7 +28,10 @@ class ConfigError(StorageError):
         self.field = field
         self.expected = expected
         self.found = found
-        super().__init__(f"{field}: expected {expected}, got {found!r}")
+        quoted = repr(found)
+        if len(quoted) > _FOUND_CHARACTERS_MAX:
+            quoted = f"{quoted[:_FOUND_CHARACTERS_MAX]}... ({len(quoted)} characters)"
+        super().__init__(f"{field}: expected {expected}, got {quoted}")
 
 
 class DeviceError(StorageError):

@@ -12,7 +12,8 @@ _UNITS = {
     **{f"{p}{b}": 1000**i for i, p in enumerate("KMGTP", 1) for b in ("", "B")},
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGTP", 1)},
 }
-_SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(\d{1,20})(?:\.(\d{1,20}))?\s*([A-Za-z]*)\s*", re.ASCII)
+_LARGEST = 1 << 60  # 1 EiB: sums of sizes still fit what messages and files have for them
 _EXPECTED = 'a size above 0 in bytes, or with a unit such as "500GB" (10^9) or "1.5TiB" (2^40)'
 
 
@@ -21,7 +22,8 @@ def parse_size(value: object, field: str) -> int:
 
     Decimal units are K, M, G, T, P with or without a B (upper or lower case); binary ones are
     KiB to PiB.  A number without a unit is bytes.  Raises `ConfigError` naming `field` for
-    anything else: 0, negatives, floats, booleans, percentages, exponents, unknown units.
+    anything else: 0, negatives, floats, booleans, percentages, exponents, unknown units, and what
+    is above 1 EiB.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -37,6 +39,8 @@ def parse_size(value: object, field: str) -> int:
         raise ConfigError(field, _EXPECTED, value)
     if size <= 0:
         raise ConfigError(field, _EXPECTED, value)
+    if size > _LARGEST:
+        raise ConfigError(field, "a size of at most 1 EiB (2^60 bytes)", value)
     return size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ DP_RANK = "{dp_rank}"  # in a root: the engine's data-parallel rank
 
 _TIER_NAME = re.compile(r"[a-z0-9_-]{1,40}")
 _MAX_QUARANTINE_ROWS = 1000  # for a person to look at
+_MAX_BLOCKS_PER_CHUNK = 1 << 16
+_MAX_SECONDS = 86_400.0  # a day: beyond any use, and far below what a clock can count
 
 
 class RootSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +140,7 @@ class Config:
 
         Touches no disk: whether the root can be had is for the store to say.
         """
+        _refuse_bad_text(raw, where)
         _refuse_unknown(raw, Settings, where)
         if isinstance(raw.get("disk"), Mapping):
             _refuse_unknown(raw["disk"], DiskSettings, f"{where}.disk")
@@ -149,14 +153,13 @@ class Config:
             settings = msgspec.convert(dict(raw), Settings)
         except msgspec.ValidationError as exc:
             raise _as_config_error(exc, raw, where) from None
-        if settings.blocks_per_chunk < 1:
+        if not 1 <= settings.blocks_per_chunk <= _MAX_BLOCKS_PER_CHUNK:
             raise ConfigError(
-                f"{where}.blocks_per_chunk", "a number above 0", settings.blocks_per_chunk
+                f"{where}.blocks_per_chunk",
+                f"1 to {_MAX_BLOCKS_PER_CHUNK}",
+                settings.blocks_per_chunk,
             )
-        if not settings.promotion_timeout_s > 0:
-            raise ConfigError(
-                f"{where}.promotion_timeout_s", "seconds above 0", settings.promotion_timeout_s
-            )
+        _check_seconds(settings.promotion_timeout_s, f"{where}.promotion_timeout_s")
         if settings.weights_fingerprint not in WEIGHTS_FINGERPRINTS:
             raise ConfigError(
                 f"{where}.weights_fingerprint",
@@ -205,6 +208,7 @@ def _place_of(name: str, raw: Mapping[str, Any]) -> str:
 
 def disk_options(raw: Mapping[str, Any], where: str, dp_rank: int = 0) -> StoreOptions:
     """Check the settings of a disk that stand by themselves, at `where`.  Raises `ConfigError`."""
+    _refuse_bad_text(raw, where)
     _refuse_unknown(raw, DiskSettings, where)
     try:
         settings = msgspec.convert(dict(raw), DiskSettings)
@@ -258,8 +262,7 @@ def _store_options(disk: DiskSettings, where: str, dp_rank: int) -> StoreOptions
             f"{where}.quarantine_rows", f"0 to {_MAX_QUARANTINE_ROWS}", disk.quarantine_rows
         )
     for name in ("read_timeout_s", "write_timeout_s"):
-        if not getattr(disk, name) > 0:
-            raise ConfigError(f"{where}.{name}", "seconds above 0", getattr(disk, name))
+        _check_seconds(getattr(disk, name), f"{where}.{name}")
     for name, known in (("eviction", EVICTION), ("admission", ADMISSION)):
         if getattr(disk, name) not in known:
             raise ConfigError(f"{where}.{name}", f"one of {', '.join(known)}", getattr(disk, name))
@@ -270,15 +273,16 @@ def _store_options(disk: DiskSettings, where: str, dp_rank: int) -> StoreOptions
         raise ConfigError(f"{where}.codec", f"one of {', '.join(CODEC_NAMES)}", disk.codec)
     if disk.codec_always and disk.codec == NO_CODEC:
         raise ConfigError(f"{where}.codec_always", "a codec to use always", disk.codec)
-    segment = disk.segment_size and parse_size(disk.segment_size, f"{where}.segment_size")
+    segment = disk.segment_size
+    if segment is not None:
+        segment = parse_size(segment, f"{where}.segment_size")
     smallest = min(drive.budget_bytes for drive in drives)
-    if segment and segment > smallest:
+    if segment is not None and segment > smallest:
         found = disk.budget if not disk.roots else smallest
         raise ConfigError(
             f"{where}.budget", f"at least one segment ({segment} bytes, segment_size)", found
         )
     reserve = None if disk.reserve is None else _size_or_zero(disk.reserve, f"{where}.reserve")
-    assert not isinstance(segment, str)
     return StoreOptions(
         root=drives[0].root,
         budget_bytes=drives[0].budget_bytes,
@@ -317,7 +321,12 @@ def _drives(disk: DiskSettings, where: str, dp_rank: int) -> list[DriveOptions]:
     for place, of in settings:
         if not of.root.strip():
             raise ConfigError(f"{place}.root", "a directory", of.root)
-        root = Path(of.root.replace(DP_RANK, str(dp_rank))).expanduser().absolute()
+        try:
+            root = Path(of.root.replace(DP_RANK, str(dp_rank))).expanduser().absolute()
+        except RuntimeError:  # of pathlib, where there is no such user
+            raise ConfigError(
+                f"{place}.root", "a directory, or ~ of a user who has one", of.root
+            ) from None
         if not _is_apart(root, (drive.root for drive in drives)):
             raise ConfigError(f"{place}.root", "a directory apart from the other roots", of.root)
         drives.append(DriveOptions(root, parse_size(of.budget, f"{place}.budget")))
@@ -328,11 +337,30 @@ def _size_or_zero(value: str | int, field: str) -> int:
     return 0 if value in (0, "0") and value is not False else parse_size(value, field)
 
 
+def _check_seconds(value: float, field: str) -> None:
+    if not 0 < value <= _MAX_SECONDS:
+        raise ConfigError(field, f"seconds above 0, at most {_MAX_SECONDS:g}", value)
+
+
+def _refuse_bad_text(value: object, where: str) -> None:
+    """Refuse what no message, and hardly a file name, can have: control characters, and halves of
+    pairs of UTF-16.  Looks into all that `value` holds."""
+    if isinstance(value, str):
+        if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+            raise ConfigError(where, "text without control characters, in valid Unicode", value)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            _refuse_bad_text(each, f"{where}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            _refuse_bad_text(each, f"{where}[{number}]")
+
+
 def _refuse_unknown(raw: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
     for key in raw:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0.5)
+            near = difflib.get_close_matches(str(key), known, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(known))}"
             raise ConfigError(f"{where}.{key}", f"a known setting ({hint})", raw[key])
 

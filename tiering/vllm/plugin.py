@@ -58,10 +58,12 @@ def check_command_line(arguments: Sequence[str]) -> None:
         if not isinstance(config, dict):
             continue
         raw = config.get("kv_connector_extra_config") or {}
+        if not isinstance(raw, dict):
+            continue
         if config.get("kv_connector") == "KvtierConnector":
             Config.parse(raw)
             refuse_shared_root(raw, _engines_of_this_node(arguments))
-        elif isinstance(raw, dict) and isinstance(raw.get("secondary_tiers"), list):
+        elif isinstance(raw.get("secondary_tiers"), list):
             engines = _engines_of_this_node(arguments)
             check_tiers(raw["secondary_tiers"], f"{_EXTRA}.secondary_tiers", engines=engines)
 

@@ -81,6 +81,12 @@ def _command_line(tiers: object, *flags: str) -> list[str]:
 def test_our_tier_is_checked_on_the_command_line() -> None:
     check_command_line(_command_line([FS, TIER]))
     check_command_line(_command_line("not a list, as vLLM will say"))
+    check_command_line(
+        [
+            "--kv-transfer-config",
+            '{"kv_connector": "KvtierConnector", "kv_connector_extra_config": "x"}',
+        ]
+    )
     place = r"^kv_connector_extra_config.secondary_tiers\[1\]"
     with pytest.raises(ConfigError, match=place + ".budget: .*, got '10XB'$"):
         check_command_line(_command_line([FS, {**TIER, "budget": "10XB"}]))
@@ -131,6 +137,17 @@ def test_several_tiers_are_stores_in_order() -> None:
         (_with(blocks_per_chunk=0), "blocks_per_chunk", "0"),
         (_with(weights_fingerprint="headers"), "weights_fingerprint", "'headers'"),
         (_with(blocks_per_chunk="2"), "blocks_per_chunk", "'2'"),
+        (_with(blocks_per_chunk=65537), "blocks_per_chunk", "65537"),
+        (_with(promotion_timeout_s=float("inf")), "promotion_timeout_s", "inf"),
+        (_with(dedup="\ud800"), "dedup", "'\\ud800'"),
+        (_with({"read_timeout_s": 1e30}), "disk.read_timeout_s", "1e+30"),
+        (_with({"root": "/a\n/b"}), "disk.root", "'/a\\n/b'"),
+        (_with({"root": "/a\0"}), "disk.root", "'/a\\x00'"),
+        (_with({"root": "~no-such-user/x"}), "disk.root", "'~no-such-user/x'"),
+        (_roots(("/a", "1GB"), ("/b\t", "1GB")), "disk.roots[1].root", "'/b\\t'"),
+        (_with({"segment_size": ""}), "disk.segment_size", "''"),
+        (_with({"segment_size": 0}), "disk.segment_size", "0"),
+        (_with({"budget": 2**60 + 1}), "disk.budget", f"{2**60 + 1}"),
         (_with(promotion_timeout_s=0), "promotion_timeout_s", "0.0"),
         (_with({"budget": "10XB"}), "disk.budget", "'10XB'"),
         (_with({"budget": -1}), "disk.budget", "-1"),
@@ -174,6 +191,13 @@ def test_bad_values(raw: dict[str, Any], field: str, found: str) -> None:
     assert message.startswith(f"kv_connector_extra_config.{field}: expected ")
     assert message.endswith(f", got {found}")
     assert "\n" not in message
+
+
+def test_a_long_value_is_quoted_in_part() -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.parse(_with({"budget": "9" * 5000}))
+    assert len(str(error.value)) < 400
+    assert str(error.value).endswith("999... (5002 characters)")
 
 
 @pytest.mark.parametrize(
