@@ -113,6 +113,10 @@ def _translated(op: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise DeviceError(op, path, exc.errno or 0) from exc
 
 
+# A pipe where a file should be must not hold up whoever opens it; files do not know the flag.
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
 class LocalDevice:
     """Files of a local file system.  Never follows a symlink in the last component of a path."""
 
@@ -120,7 +124,7 @@ class LocalDevice:
         self._paths: dict[int, Path] = {}  # for messages only
 
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | _SAFELY
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if direct else 0
         with _translated("open", path):
@@ -198,12 +202,12 @@ class LocalDevice:
 
     def read_file(self, path: Path) -> bytes:
         with _translated("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDONLY | _SAFELY)
             with os.fdopen(fd, "rb") as file:
                 return file.read()
 
     def write_file(self, path: Path, data: bytes) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _SAFELY
         with _translated("write_file", path):
             fd = os.open(path, flags, 0o600)
             with os.fdopen(fd, "wb") as file:
@@ -236,7 +240,7 @@ class ReadOnlyDevice(LocalDevice):
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
         if create:
             raise DeviceError("open", path, errno.EROFS)
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        flags = os.O_RDONLY | _SAFELY | (os.O_DIRECT if direct else 0)
         with _translated("open", path):
             fd = os.open(path, flags)
         self._paths[fd] = path

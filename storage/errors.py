@@ -10,7 +10,6 @@ import errno as errno_codes
 import os
 from pathlib import Path
 
-
 _FOUND_CHARACTERS_MAX = 200  # of a found value that a message quotes
 
 

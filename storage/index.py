@@ -19,6 +19,7 @@ from storage.types import MAX_KEY_BYTES, Location, RowKey, SegmentId, SlotId
 _HASH_BITS = 32
 _NUMBER_MASK = (1 << _HASH_BITS) - 1
 _MIN_CELLS = 8
+ROWS_MAX = _NUMBER_MASK - 1  # numbers below it: a cell holds one more
 
 Numbers = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]

@@ -192,7 +192,7 @@ def read_metadata(raw: bytes, place: str) -> dict[str, Any]:
         raise LayoutMismatch(
             f"{place}: format_version",
             f"at most {FORMAT_VERSION} (a newer kvtier wrote this: upgrade, or use another root)",
-            version,
+            repr(version),
         )
     return metadata
 

@@ -13,6 +13,7 @@ from storage.device import replace_file
 from storage.errors import ConfigError, CorruptRecord, DeviceError, LayoutMismatch, RootUnusable
 from storage.facts import RowFacts
 from storage.header import SegmentGeometry
+from storage.index import ROWS_MAX
 from storage.namespace import (
     METADATA,
     ROWS,
@@ -154,6 +155,10 @@ def _open_segments(
     """
     segments = []
     for number, charged in sorted(stale.segments.items()):
+        if (number + 1) * rows.geometry.slots_per_segment > ROWS_MAX:
+            log.warning("segment left out: %d of %s is no number of ours", number, rows.directory)
+            rows.pool.leave_alone(number)
+            continue
         try:
             size = owner.device.stat(segment_path(rows.directory, number)).size_bytes
             # Of a segment that was cut short the table may not be of this class: then its rows
@@ -206,16 +211,25 @@ def _check_one_segment_fits(owner: Owner, geometry: SegmentGeometry, others_byte
             owner.options.budget_bytes,
         )
     try:
-        total = owner.device.space(owner.root).total_bytes
+        stat = owner.device.space(owner.root)
     except DeviceError as exc:
         log.warning("size of the file system unknown: %s", exc)
         return
+    total = stat.total_bytes
     if total < least:
         raise ConfigError(
             "root",
             f"a file system of at least {least} bytes ({format_size(least)}), one segment; "
             "use a larger one",
             f"{owner.root} with {total} bytes",
+        )
+    reserve = owner.options.reserve_bytes
+    if reserve is not None and total < least + reserve:
+        raise ConfigError(
+            "reserve",
+            f"at most {total - least} bytes ({format_size(total - least)}): {owner.root} has "
+            f"{format_size(total)}, and one segment takes {format_size(least)}",
+            reserve,
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from storage.device import PARTIAL_SUFFIX, Device, exists, replace_file
-from storage.errors import DeviceError, RootInUse, RootUnusable, StorageError
+from storage.errors import CorruptRecord, DeviceError, RootInUse, RootUnusable, StorageError
 from storage.namespace import (
     METADATA,
     ROWS,
@@ -67,10 +67,18 @@ def check_root(root: Path, device: Device) -> None:
     """Refuse a root of a newer format, or one that can't be written.  A full disk is no reason."""
     metadata = root / METADATA
     try:
-        read_metadata(device.read_file(metadata), str(metadata))
+        raw = device.read_file(metadata)
+        if raw.strip(b"\0"):
+            read_metadata(raw, str(metadata))
+        else:  # what a power cut may leave of a file; nobody else's either
+            log.warning("%s is empty: made anew", metadata)
     except DeviceError as exc:
         if exc.errno != errno.ENOENT:
             raise RootUnusable(f"root: {exc}") from exc
+    except CorruptRecord as exc:
+        raise RootUnusable(
+            f"root: {exc}; expected a directory of kvtier's own, new or empty, or one of its stores"
+        ) from exc
     except StorageError as exc:
         raise RootUnusable(f"root: {exc}") from exc
     probe = root / f"writable-{os.getpid()}{PARTIAL_SUFFIX}"

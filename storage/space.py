@@ -59,6 +59,8 @@ class Limit(Enum):
     """Of the file system, less the reserve."""
     QUOTA = "quota"
     """A limit that the file system does not show: EDQUOT."""
+    FILE_SIZE = "file size"
+    """Of one file, by the file system or by this process's own limit: EFBIG."""
     INODES = "inodes"
     DESCRIPTORS = "descriptors"
     """Open files of this process or of the machine: EMFILE, ENFILE."""
@@ -88,7 +90,9 @@ def limit_of(error: DeviceError, stat: SpaceStat | None, size_bytes: int) -> Lim
             return Limit.QUOTA
         case errno.EMFILE | errno.ENFILE:
             return Limit.DESCRIPTORS
-        case errno.ENOSPC | errno.EFBIG:
+        case errno.EFBIG:
+            return Limit.FILE_SIZE
+        case errno.ENOSPC:
             if stat is None:
                 return Limit.SPACE
             if stat.total_inodes and stat.available_inodes < _INODES_OF_A_SEGMENT:

@@ -123,6 +123,7 @@ class DiskStore:
         self._closed: CloseReport | None = None
         self.quarantine = Quarantine(options.root, device, options.quarantine_rows)
         self._quarantine_charge = 0
+        self._foreign_bytes = 0  # found at the start; what is not ours is charged all the same
         self._status = StatusKeeper(options.root, device)
         self._status_lock = threading.Lock()
         self._charge_what_is_there()
@@ -192,6 +193,7 @@ class DiskStore:
                 opened.append(open_namespace(self, plan, stale[name]))
                 opened[-1].engine = names[0] if len(names) > 1 else ""
             self._meet_budget(opened)
+            self._tell_of_foreign_files(opened)
         except BaseException:
             with self.lock:
                 self._stale |= {name: found for name, found in stale.items() if found is not None}
@@ -391,6 +393,17 @@ class DiskStore:
             sum(n.rows_moved - b.rows_moved for n, b in zip(now, before, strict=True)),
         )
 
+    def _tell_of_foreign_files(self, opened: Sequence[RowStore]) -> None:
+        least = ROOT_OVERHEAD_BYTES + sum(least_bytes(rows.pool.classes[-1]) for rows in opened)
+        if self._foreign_bytes and self._foreign_bytes + least > self.options.budget_bytes:
+            log.warning(
+                "%s: files in it that are not kvtier's take %s of the budget of %s and leave no "
+                "room for rows; use a directory of its own, or a larger budget",
+                self.root,
+                format_size(self._foreign_bytes),
+                format_size(self.options.budget_bytes),
+            )
+
     def _coldest(self, opened: Sequence[RowStore]) -> RowStore | None:
         """Which of these has the row that was used longest ago, of those with more than one segment
         if there are any; None if none has one."""
@@ -417,7 +430,8 @@ class DiskStore:
                 without = {path / METADATA}
                 self.space.charge(allocated_bytes(path, self.device, without))
             elif name != METADATA:  # not ours: left alone
-                self.space.charge(allocated_bytes(path, self.device))
+                self._foreign_bytes += allocated_bytes(path, self.device)
+        self.space.charge(self._foreign_bytes)
 
     def _reserve_quarantine(self, slot_bytes: int) -> None:
         """Charge what the quarantine may take, so that keeping a row asks for no room."""

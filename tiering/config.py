@@ -41,8 +41,9 @@ class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`disk`: the store below the region."""
 
     root: str | None = None
-    """Directory of the store; made if it is missing.  One engine at a time: `{dp_rank}` in it
-    stands for the engine's data-parallel rank.  Required, unless `roots` are given."""
+    """Directory of the store; made if it is missing; a relative one is below the directory in which
+    vLLM is started.  One engine at a time: `{dp_rank}` in it stands for the engine's data-parallel
+    rank.  Required, unless `roots` are given."""
     budget: str | int | None = None
     """Physical bytes that everything under `root` may use, over all models.  Required with it."""
     roots: list[RootSettings] | None = None

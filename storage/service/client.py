@@ -62,6 +62,7 @@ _RECEIVE_BYTES = 1 << 18  # per poll, so that the index of a store that came bac
 _UNSENT_BYTES_MAX = 4 << 20  # for a store that does not listen; above it jobs are declined
 _BACKOFF_S_MIN = 1.0
 _BACKOFF_S_MAX = 60.0
+_SOUND_S = 60.0  # a process that served for so long did not end of what it does at its start
 _EXIT_TIMEOUT_S = 40.0  # of the store process: longer than its own wait for I/O
 _KILL_TIMEOUT_S = 5.0  # after SIGKILL; only a hung disk takes longer
 _REFUSING = {DiskState.READ_ONLY.value, DiskState.SUSPENDED.value}
@@ -156,6 +157,7 @@ class StoreClient:
         self._refusal: str | None = None
         self._restart_at = 0.0
         self._backoff_s = _BACKOFF_S_MIN
+        self._ready_since = 0.0
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------------
@@ -412,8 +414,9 @@ class StoreClient:
     def _restart(self) -> None:
         self._usage_before = self.usage
         self._restart_at = self._now() + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
-        self.restarts += not self._is_hanging_up
+        if not self._is_hanging_up:
+            self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
+            self.restarts += 1
         self._is_hanging_up = False
         try:
             self._start()
@@ -509,7 +512,7 @@ class StoreClient:
             case Ready():
                 self._ready = True
                 self._is_renewing = False
-                self._backoff_s = _BACKOFF_S_MIN
+                self._ready_since = self._now()
             case Refused(reason):
                 self._refusal = reason
                 log.error("store refused: %s", reason)
@@ -540,6 +543,8 @@ class StoreClient:
 
     def _lost(self) -> None:
         """The connection is gone, and with it the index; the jobs end with the process."""
+        if self._ready and self._now() - self._ready_since >= _SOUND_S:
+            self._backoff_s = _BACKOFF_S_MIN
         self._disconnect()
         if self._is_hanging_up:
             self._restart_at = self._now()

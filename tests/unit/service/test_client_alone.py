@@ -253,6 +253,34 @@ def test_after_a_clear_nothing_waits_and_the_next_process_is_no_failure(
     assert client.is_up
 
 
+def test_a_store_that_dies_soon_each_time_is_started_less_and_less_often(
+    client: StoreClient, store: PlayedStore, clock: Clock
+) -> None:
+    def seconds_until_started(served_s: float) -> float:
+        clock.now += served_s
+        store.has_ended = True
+        store.hang_up()
+        client.poll()  # the end
+        died, starts = clock.now, store.starts
+        while store.starts == starts:
+            clock.now += 0.5
+            client.poll()
+        client.poll()
+        assert client.is_up
+        return clock.now - died
+
+    assert [seconds_until_started(3.0) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert client.restarts == 8
+    assert [seconds_until_started(s) for s in (61.0, 61.0, 59.0)] == [1, 1, 2]
+    clear(client, store)
+    store.hang_up()
+    store.has_ended = True
+    for _ in range(3):
+        client.poll()
+    assert client.is_up, "at once: it did not fail"
+    assert seconds_until_started(3.0) == 4, "nor is that counted"
+
+
 def test_each_clear_gives_the_rows_of_every_size_another_name(
     client: StoreClient, store: PlayedStore, clock: Clock
 ) -> None:

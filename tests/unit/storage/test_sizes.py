@@ -33,7 +33,8 @@ def test_sizes_as_people_write_them(text: object, size_bytes: int) -> None:
 @pytest.mark.parametrize(
     "value",
     ["1e3", "10XB", "50%", "abc", "", "GB", "-1", "-1GB", "0", "0GB", "0.0001KB", "1.5", "1.5B",
-     "1,5GB", "10 G B", "10GB extra", "\u0661GB", "9" * 5000, "1025PiB", 0, -1, 1.5, True, None, b"10GB"],
+     "1,5GB", "10 G B", "10GB extra", "\u0661GB", "9" * 5000, "1025PiB", 0, -1, 1.5, True, None,
+     b"10GB"],
 )  # fmt: skip
 def test_what_is_no_size_is_refused_by_name(value: object) -> None:
     with pytest.raises(ConfigError, match=r"tiers\[1\]\.budget: expected .*, got") as caught:

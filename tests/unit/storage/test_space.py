@@ -148,6 +148,7 @@ ROOMY = SpaceStat(10**12, 10**11, 10**6, 10**5)
         ("open", errno.ENOSPC, None, Limit.SPACE),
         ("open", errno.EDQUOT, ROOMY, Limit.QUOTA),
         ("open", errno.EMFILE, ROOMY, Limit.DESCRIPTORS),
+        ("allocate", errno.EFBIG, ROOMY, Limit.FILE_SIZE),
         ("allocate", errno.EIO, ROOMY, Limit.DEVICE),
     ],
 )

@@ -24,6 +24,7 @@ from storage.options import StoreOptions
 from storage.segment import segment_path
 from storage.space import NAMESPACE_OVERHEAD_BYTES, ROOT_OVERHEAD_BYTES
 from storage.store import DiskStore
+from storage.survey import survey_root
 from storage.testing.contract import StoreHarness, options_for
 from storage.testing.faulty import FaultyDevice, Raise
 from storage.testing.rows import (
@@ -409,6 +410,76 @@ def test_a_directory_with_another_zarr_group_is_refused(memory_path: Path) -> No
     (root / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
     with pytest.raises(RootUnusable, match="not the metadata of a kvtier store"):
         DiskStore.open(options_for(root, ROW_BYTES, 16))
+
+
+def test_foreign_files_that_leave_no_room_are_told(
+    memory_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = memory_path / "root"
+    options = options_for(root, ROW_BYTES, 16)
+    (root / "films").mkdir(parents=True)
+    for size, is_told in ((options.budget_bytes // 3, False), (options.budget_bytes, True)):
+        (root / "films" / "x").write_bytes(bytes(size))
+        caplog.clear()
+        with DiskStore.open(options) as store:
+            rows = store.open_rows(Identity("m", {}), ROW_BYTES)
+            outcomes = rows.write(KEYS[:4], filled_rows(KEYS[:4], ROW_BYTES)).outcomes
+        assert outcomes == [RowOutcome.DECLINED if is_told else OK] * 4
+        assert ("not kvtier's" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize("left", [b"", bytes(303)])
+def test_a_root_whose_metadata_a_power_cut_emptied_keeps_its_rows(
+    harness: StoreHarness, left: bytes
+) -> None:
+    harness.write(KEYS[:8])
+    harness.close()
+    path = harness.options.root / "zarr.json"
+    path.write_bytes(left)
+    harness.open()
+    assert right(harness, KEYS[:8])
+    assert json.loads(path.read_text())["node_type"] == "group"
+
+
+@pytest.mark.parametrize("number", [2**31, 10**20])
+def test_a_segment_whose_number_no_index_holds_is_left_out(
+    harness: StoreHarness, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    harness.write(KEYS[:8])
+    array = harness.rows.directory
+    harness.close()
+    path = segment_path(array, SegmentId(number))
+    path.parent.mkdir()
+    path.write_bytes(segment_path(array, SegmentId(0)).read_bytes())
+    harness.open()
+    assert right(harness, KEYS[:8])
+    assert f"segment left out: {number}" in caplog.text
+    assert bytes_on_disk(harness.options.root) <= harness.store.usage().used_bytes
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_nothing_up(harness: StoreHarness) -> None:
+    harness.write(KEYS[:8])
+    array = harness.rows.directory
+    harness.close()
+    path = segment_path(array, SegmentId(0))
+    path.unlink()
+    os.mkfifo(path)
+    (array.parent / "zarr.json").unlink()
+    os.mkfifo(array.parent / "zarr.json")
+    survey_root(harness.options.root)
+    harness.open()
+    assert [outcome for outcome, _ in harness.read(KEYS[:8])] == [MISSING] * 4 + [OK] * 4
+    assert harness.write(KEYS[:4]) == [OK] * 4
+
+
+def test_a_reserve_larger_than_the_file_system_is_refused(memory_path: Path) -> None:
+    options = options_for(memory_path / "root", ROW_BYTES, 16)
+    total = LocalDevice().space(memory_path).total_bytes
+    with (
+        DiskStore.open(dataclasses.replace(options, reserve_bytes=total)) as store,
+        pytest.raises(ConfigError, match=f"^reserve: expected at most .*, got {total}$"),
+    ):
+        store.open_rows(Identity("m", {}), ROW_BYTES)
 
 
 @pytest.mark.parametrize("make", ["file", "below a file"])

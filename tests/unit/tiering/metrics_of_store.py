@@ -549,6 +549,7 @@ HISTORIES: dict[str, History] = {
     "no space": no_space(errno.ENOSPC, "allocate", "space", "space"),
     "no space for a row": no_space(errno.ENOSPC, "pwritev", "space", "space"),
     "no quota": no_space(errno.EDQUOT, "allocate", "quota", "space"),
+    "no larger files": no_space(errno.EFBIG, "allocate", "file size", ""),
     "no descriptors": no_space(errno.EMFILE, "open", "descriptors", ""),
     "no new files": no_space(errno.EIO, "make_directory", "device", ""),
 }
