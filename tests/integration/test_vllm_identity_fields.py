@@ -17,6 +17,7 @@ import torch
 
 import tests.integration.quiet_vllm  # isort: skip  # noqa: F401
 
+from vllm.config import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -229,6 +230,21 @@ def change_last_byte(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def test_identity_of_made_weights_follows_the_ranks_that_make_them(
+    model: Path, tmp_path: Path
+) -> None:
+    """Rows of single copies carry over between ranks of one model, and these are two."""
+    shutil.copy(model / "config.json", tmp_path)  # and no weights
+    config = engine_config(tmp_path, load_format="dummy", skip_tokenizer_init=True)
+    found = set()
+    for ranks in (1, 1, 2):
+        config.parallel_config.tensor_parallel_size = ranks
+        found.add(fingerprint(config, layout=row_layout(tp=ranks)))
+    assert len(found) == 2
+    config.model_config.quantization = "awq"  # integers, which nobody sets to anything
+    assert fingerprint(config) != fingerprint(config)
+
+
 def test_identity_follows_the_code_that_comes_with_a_model(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(model, directory)
@@ -346,6 +362,43 @@ def test_spec_of_a_second_engine_of_the_node_needs_a_root_of_its_own(config: Any
         KvtierConnector.get_required_kvcache_layout(config)
     config.kv_transfer_config.kv_connector_extra_config["disk"]["root"] = "/nowhere/{dp_rank}"
     KvtierConnector.get_required_kvcache_layout(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"pooler_config": PoolerConfig(seq_pooling_type="LAST")}, None),
+        (
+            {"pooler_config": PoolerConfig(seq_pooling_type="MEAN")},
+            "LlamaForCausalLM, decoder, which pools by MEAN",
+        ),
+        (
+            {
+                "pooler_config": PoolerConfig(seq_pooling_type="MEAN"),
+                "enable_prefix_caching": True,
+            },
+            "LlamaForCausalLM, decoder, which pools by MEAN",
+        ),
+        (
+            {"hf_overrides": {"is_causal": False}},
+            "LlamaForCausalLM, encoder_only, which pools by LAST",
+        ),
+    ],
+)
+def test_spec_of_a_model_that_cannot_go_on_from_a_prefix_is_refused(
+    model: Path, arguments: dict[str, Any], found: str | None
+) -> None:
+    """A mean over the tokens behind a prefix is not that of the prompt."""
+    config = engine_config(model, runner="pooling", **arguments)
+    if found is None:
+        KvtierConnector.get_required_kvcache_layout(config)
+        return
+    with pytest.raises(ConfigError) as refused:
+        KvtierConnector.get_required_kvcache_layout(config)
+    assert str(refused.value) == (
+        "--kv-transfer-config: expected none, or a model of which vLLM can reuse a prefix's KV, "
+        f"got '{found}'"
+    )
 
 
 # -- every field of vLLM's classes is judged ------------------------------------------------------

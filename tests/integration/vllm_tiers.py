@@ -213,7 +213,8 @@ def patience() -> Callable[[], bool]:
 @pytest.fixture
 def known_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no connector, whose configuration a tier's identity is made of."""
-    config = SimpleNamespace(model_config=SimpleNamespace(model="model"), lora_config=None)
+    model = SimpleNamespace(model="model", is_prefix_caching_supported=True)
+    config = SimpleNamespace(model_config=model, lora_config=None)
     monkeypatch.setattr(tier, "_engine_config", lambda _spec: config)
     monkeypatch.setattr(tier, "tier_identity", lambda _spec, _config: Identity("model", {}))
 

@@ -33,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 
 from storage.errors import StorageError
 from tiering.config import Config, refuse_shared_root
-from tiering.vllm.facts import EngineFacts
+from tiering.vllm.facts import EngineFacts, refuse_unreusable
 from tiering.vllm.plugin import configure_logging, log
 from tiering.vllm.selective import SelectiveManager
 from tiering.vllm.spec import KvtierSpec, RankReport
@@ -127,7 +127,9 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
 
 
 def _settings(vllm_config: Any) -> Config:
-    """Refuse bad settings before anything is made.  Raises `ConfigError`."""
+    """Refuse bad settings, and models that they can't serve, before anything is made.  Raises
+    `ConfigError`."""
+    refuse_unreusable(vllm_config)
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config
     parallel = vllm_config.parallel_config
     config = Config.parse(raw, dp_rank=parallel.data_parallel_index)

@@ -117,6 +117,24 @@ def parallelism(parallel_config: Any, *, dedup: bool = True) -> Parallelism:
     )
 
 
+def refuse_unreusable(vllm_config: Any) -> None:
+    """KV of a prefix is of use only to a model that needs nothing else of it.  One that pools over
+    every token of a prompt, or has an encoder beside it, would go on from half of what it needs and
+    answer wrongly; one that attends both ways has no KV to keep.  Raises `ConfigError`."""
+    model = vllm_config.model_config
+    if model.is_prefix_caching_supported:
+        return
+    if model.attn_type == "attention_free" and vllm_config.cache_config.enable_prefix_caching:
+        return  # vLLM's word for it is "experimental"
+    found = f"{model.architecture}, {model.attn_type}"
+    if (pooler := model.pooler_config) is not None:
+        pooling = pooler.seq_pooling_type or pooler.tok_pooling_type
+        found += f", which pools by {pooling}"
+    raise ConfigError(
+        "--kv-transfer-config", "none, or a model of which vLLM can reuse a prefix's KV", found
+    )
+
+
 def uniform_kv_heads(vllm_config: Any) -> int | None:
     """KV heads of all head-sharded layers, or None where they may differ or are not known.
 

@@ -108,7 +108,7 @@ def identity_of_rows(
         )
     values: dict[str, Json] = {
         "engine": f"vllm {vllm_version}",
-        **_model_identity(model, vllm_config.load_config, weights),
+        **_model_identity(vllm_config, model, vllm_config.load_config, weights),
         "draft": _draft_identity(vllm_config, weights),
         "kv_cache_dtype": offloading_config.model.dtype,
         "kv_cache_layout": offloading_config.kv_cache_layout,
@@ -137,9 +137,10 @@ def element_bytes(kv_cache_dtype: str) -> int:
     return dtype.itemsize if isinstance(dtype, torch.dtype) else 1
 
 
-def _model_identity(model: Any, load: Any, weights: str) -> dict[str, Json]:
+def _model_identity(vllm_config: Any, model: Any, load: Any, weights: str) -> dict[str, Json]:
+    is_read = load.load_format != "dummy"
     values: dict[str, Json] = {
-        "weights": _weights(model, weights),
+        "weights": _weights(model, weights) if is_read else "dummy",
         "load": _changed(load, LOAD_FIELDS),
         "config": _config_digest(model.hf_config),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -150,8 +151,8 @@ def _model_identity(model: Any, load: Any, weights: str) -> dict[str, Json]:
     }
     if model.trust_remote_code:
         values["code"] = _code(model)
-    if load.load_format == "dummy":  # made, not read: from this
-        values["seed"] = model.seed
+    if not is_read:
+        values["made"] = _made_weights(vllm_config.parallel_config, model)
     if model.multimodal_config is not None:
         values["multimodal"] = _changed(model.multimodal_config, MULTIMODAL_FIELDS)
         values["encoder_scales"] = _file_digest(model.multimodal_config.mm_encoder_fp8_scale_path)
@@ -168,7 +169,7 @@ def _draft_identity(vllm_config: Any, weights: str) -> Json:
     load = speculative.draft_load_config or vllm_config.load_config
     return {
         "method": speculative.method,
-        **_model_identity(draft, load, weights),
+        **_model_identity(vllm_config, draft, load, weights),
         "speculative": _changed(speculative, SPECULATIVE_FIELDS),
     }
 
@@ -207,6 +208,19 @@ def _weights(model: Any, how: str) -> str:
             "--revision", "a commit of the model, or a local directory", str(model.model)
         )
     return f"commit {commit}"
+
+
+def _made_weights(parallel: Any, model: Any) -> Json:
+    """Of weights that vLLM makes instead of reading them.  Each rank makes its own part as if it
+    were the whole, so that another number of ranks is another model; and integers, those of a
+    quantised one, are whatever stood in memory, so that each start is."""
+    made: list[Json] = [
+        model.seed,
+        parallel.tensor_parallel_size,
+        parallel.data_parallel_size,
+        parallel.enable_expert_parallel,
+    ]
+    return made if model.quantization is None else [*made, os.urandom(16).hex()]
 
 
 def _code(model: Any) -> Json:

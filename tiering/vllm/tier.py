@@ -34,6 +34,7 @@ from tiering.region import is_mapping_of
 from tiering.tier import DiskTier
 from tiering.tier_config import check_tiers
 from tiering.vllm.events import EventStream
+from tiering.vllm.facts import refuse_unreusable
 from tiering.vllm.identity import display_name, identity_of_rows
 from tiering.vllm.plugin import configure_logging
 from tiering.vllm.stats import connector_stats, metric_definitions
@@ -185,6 +186,7 @@ def _options(spec: Any, tier_type: str, settings: dict[str, Any]) -> StoreOption
 def _connect(spec: Any, view: memoryview, options: StoreOptions) -> StoreClient:
     rows = region_rows(spec, view)
     vllm_config = _engine_config(spec)
+    refuse_unreusable(vllm_config)
     refuse_adapters(vllm_config)
     name = tier_identity(spec, vllm_config)
     config = spec.config
