@@ -31,13 +31,16 @@ class StoreProcess(SecondaryTier, Protocol):
     """A store in a process of its own, such as `StoreClient`.
 
     While `is_up` is False it finds nothing, and jobs end at once.  `abort` kills it; as after any
-    death, its jobs have failed and its slots are free once it is gone.
+    death, its jobs have failed and its slots are free once it is gone.  `renew` leaves the rows
+    where they are and goes on without any; what is written from then on no later engine finds.
     """
 
     @property
     def is_up(self) -> bool: ...
 
     def abort(self) -> None: ...
+
+    def renew(self) -> None: ...
 
 
 class EndedJob(NamedTuple):
@@ -212,8 +215,15 @@ class DiskTier:
         return not self._jobs
 
     def retire(self) -> None:
-        """Find and take nothing any more.  What is on disk stays there."""
+        """Find and take nothing until `start_again`."""
         self._is_retired = True
+
+    def start_again(self) -> None:
+        """Go on without the rows that are there: they stay, for a later engine.  No job is under
+        way."""
+        self._store.renew()
+        self._failed_reads.clear()
+        self._is_retired = False
 
     def close(self) -> None:
         """End the store process, which first writes what it was given."""

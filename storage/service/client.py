@@ -306,6 +306,16 @@ class StoreClient:
         self._clearing = self._submit(Clear(self._next_job_id))
         return self._clearing
 
+    def renew(self) -> None:
+        """Leave every row of the namespace as it is, and go on in an empty one, which this client
+        alone finds again, like after `clear`.  All jobs have ended."""
+        assert not self._jobs, "renew while rows move"
+        if self._is_renewing:
+            return
+        self._take_fresh_identity()
+        if self._connection is not None:
+            self._leave_namespace()
+
     def touch(self, keys: Iterable[RowKey]) -> None:
         """The chunks of one request, first to last, were used in the region.  Those that the store
         has not are left out.  Sent by the next poll."""
@@ -489,9 +499,12 @@ class StoreClient:
                 if hung:
                     self._hung[job_id] = hung
                 if job_id == self._clearing and decoded == [RowOutcome.OK]:
-                    self._renew()
+                    self._take_fresh_identity()
+                    self._leave_namespace()
             case Released(job_id, positions):
                 self._release(job_id, positions)
+            case Published() if self._is_hanging_up:
+                pass  # to a namespace that was left
             case Published(keys):
                 self._replica.publish(keys, were_there=not self._ready)
             case Withdrawn(keys):
@@ -526,17 +539,21 @@ class StoreClient:
         if not left:
             self._hung.pop(job_id, None)
 
-    def _renew(self) -> None:
-        """Have the process end, and a new one serve a namespace that is empty."""
-        assert self._connection is not None
-        self._is_renewing = self._is_hanging_up = True
+    def _take_fresh_identity(self) -> None:
+        self._is_renewing = True
         nonce = secrets.token_hex(16)
         self._identity = self._identity.unrepeatable(nonce)
         self._smaller = tuple(
             msgspec.structs.replace(kind, identity={**kind.identity, NONCE: nonce})
             for kind in self._smaller
         )
+
+    def _leave_namespace(self) -> None:
+        """Have the process end; the next one serves the namespace of the identity as it is now."""
+        assert self._connection is not None
+        self._is_hanging_up = True
         self._ready = False
+        self._replica.forget()
         self._unsent.clear()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)

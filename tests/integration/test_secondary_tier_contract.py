@@ -300,16 +300,26 @@ def _until_up(engine: Engine) -> None:
 
 
 @pytest.mark.usefixtures("threaded_store")
-def test_secondary_tier_rests_after_a_reset(root: Path) -> None:
+def test_secondary_tier_goes_on_after_a_reset_without_what_it_had(root: Path) -> None:
     """Nobody says whether the weights are still those of the namespace."""
     engine = Engine(SLOTS, disk(root))
     assert engine.store(range(6))
-    engine.manager.reset_cache()
-    assert not engine.load(0, patience())
-    assert engine.store(range(10, 16))
     engine.settle()
-    assert engine.client.usage.rows_written == 6
+    for first in (10, 20):
+        engine.manager.reset_cache()
+        assert not engine.load(0, patience())
+        _until_up(engine)
+        assert not engine.load(0, patience())
+        assert engine.store(range(first, first + 6))
+        engine.settle()
+        engine.manager.primary_tier.reset_cache()
+        assert engine.load(first, patience()), "from disk"
+    assert engine.client.restarts == 0, "nothing failed"
+    engine.manager.reset_cache()
+    assert not engine.load(20, patience())
     engine.close()
     again = Engine(SLOTS, disk(root))
+    assert not again.load(10, patience())
+    assert not again.load(20, patience())
     assert again.load(0, patience()), "a restart has established the weights"
     again.close()

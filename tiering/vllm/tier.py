@@ -129,16 +129,18 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]
     def drain_jobs(self) -> None:
         """Called when vLLM resets its cache, as it does for new weights.
 
-        From here on nothing is found or stored: the namespace is that of the weights which this
-        engine started with, and nobody says which it has now.  As for vLLM's own tiers, what is on
-        disk stays; a restart establishes the weights anew and finds it.
+        The namespace is that of the weights which this engine started with, and nobody says which
+        it has now.  So rows stand in one of their own from here on, which no later engine finds.
+        As in vLLM's own tiers what is on disk stays; a restart, which establishes the weights anew,
+        finds it.
 
         Raises `RuntimeError` if a hung disk does not let go of the region.
         """
-        log.warning("the cache was reset: the disk tier rests until the engine restarts")
         self._tier.retire()
         if not self._tier.drain(self._drain_timeout_s):
             raise RuntimeError("kvtier: the cache is not reset: the disk hangs; try again")
+        log.warning("the cache was reset: the disk tier goes on without the rows it had")
+        self._tier.start_again()
 
     # -- figures and end ------------------------------------------------------------------------
 

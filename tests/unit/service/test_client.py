@@ -236,6 +236,23 @@ def test_after_a_clear_rows_are_for_this_client_alone(
         assert store.usage().rows == 0
 
 
+def test_renewed_rows_are_for_this_client_alone_and_the_old_ones_for_a_later_engine(
+    client: StoreClient, region: FakeRegion, options: StoreOptions
+) -> None:
+    write(client, region, 1, 2)
+    client.renew()
+    assert not client.is_up
+    assert key(1) not in client
+    wait_until_up(client)
+    assert read_back(client, region, 1) == [RowOutcome.MISSING]
+    assert write(client, region, 2, 3).outcomes == [RowOutcome.OK] * 2
+    assert read_back(client, region, 2, 3) == [RowOutcome.OK] * 2
+    assert client.restarts == 0, "the store did not fail"
+    client.close()
+    with DiskStore.open(options) as store:
+        assert set(store.open_rows(IDENTITY, ROW_BYTES).keys()) == {key(1), key(2)}
+
+
 def test_another_identity_shares_nothing(
     client: StoreClient, region: FakeRegion, options: StoreOptions
 ) -> None:

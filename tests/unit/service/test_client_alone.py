@@ -27,6 +27,7 @@ from storage.service.messages import (
     RootUsage,
     SmallerRows,
     Usage,
+    Withdrawn,
     encode_frame,
     request_decoder,
 )
@@ -305,6 +306,46 @@ def test_each_clear_gives_the_rows_of_every_size_another_name(
     clock.now += 100.0
     client.poll()
     assert store.attached() == attached[-1]
+
+
+def test_what_the_store_says_of_a_namespace_that_was_left_is_not_heard(
+    client: StoreClient, store: PlayedStore
+) -> None:
+    store.say(Published([KEY]))
+    client.poll()
+    assert KEY in client
+    client.renew()
+    client.renew()
+    assert KEY not in client
+    store.say(Published([KEY, RowKey(b"late")]), Withdrawn([KEY]))
+    client.poll()
+    assert len(client) == 0
+    store.hang_up()
+    store.has_ended = True
+    for _ in range(3):  # the end, the start, the index
+        client.poll()
+    assert client.is_up
+    assert (store.starts, client.restarts) == (2, 0)
+    store.say(Published([KEY]))
+    client.poll()
+    assert KEY in client
+
+
+def test_a_store_that_died_is_renewed_when_it_comes_back(
+    client: StoreClient, store: PlayedStore, clock: Clock
+) -> None:
+    before = store.attached()
+    store.hang_up()
+    store.has_ended = True
+    client.poll()
+    client.renew()
+    clock.now += 100.0
+    client.poll()
+    client.poll()
+    assert client.is_up
+    after = store.attached()
+    assert str(after.identity) != str(before.identity)
+    assert [str(k.identity) for k in after.smaller] != [str(k.identity) for k in before.smaller]
 
 
 def test_a_store_that_does_not_come_back_after_a_clear_is_not_started_time_and_again(

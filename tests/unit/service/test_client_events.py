@@ -201,6 +201,15 @@ class FollowedStore(RuleBasedStateMachine):
         """The rows are gone, and the next process serves an empty namespace."""
         job_id = self.client.clear()
         self.store.say(Withdrawn(sorted(self.index)), Done(job_id, bytes([RowOutcome.OK]), 0, 0.0))
+        self._comes_back_empty()
+
+    @rule()
+    def renew(self) -> None:
+        """The rows stay, but the next process serves an empty namespace."""
+        self.client.renew()
+        self._comes_back_empty()
+
+    def _comes_back_empty(self) -> None:
         self.index.clear()
         self.client.poll()
         self.store.hang_up()

@@ -28,6 +28,7 @@ class PlayedStore:
         self.can_die = True
         self.is_up = True
         self.is_closed = False
+        self.renewals = 0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.present
@@ -64,6 +65,10 @@ class PlayedStore:
                     self.end(number, *[FAILED] * len(keys))
                 else:
                     self.released += [(number, position) for position in range(len(keys))]
+
+    def renew(self) -> None:
+        self.present = set()
+        self.renewals += 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -235,12 +240,24 @@ def test_drain_says_when_a_disk_does_not_let_go(tier: DiskTier, store: PlayedSto
     assert tier.poll() == []
 
 
-def test_a_retired_tier_finds_and_takes_nothing(tier: DiskTier, store: PlayedStore) -> None:
+def test_a_retired_tier_finds_and_takes_nothing_until_it_starts_again(
+    tier: DiskTier, store: PlayedStore
+) -> None:
+    tier.load(9, [B], [2])
+    store.end(100, FAILED)
+    tier.poll()
     tier.retire()
     assert A not in tier
     tier.load(1, [A], [0])
     tier.save(2, [B], [1])
-    assert store.submitted == []
+    assert len(store.submitted) == 1
     assert [(job.job_id, job.is_complete) for job in tier.poll()] == [(1, False), (2, False)]
+    tier.start_again()
+    assert store.renewals == 1
+    assert A not in tier
+    store.present = {B}
+    assert B in tier, "the read that failed was of another row"
+    tier.load(3, [B], [0])
+    assert len(store.submitted) == 2
     tier.close()
     assert store.is_closed
