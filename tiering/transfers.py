@@ -222,7 +222,7 @@ class TierTransfers:
         self.promoting.difference_update(keys)
         if job.outcomes.count(_OK) == len(keys):
             self._primary.publish(keys)
-            self.breaker.finished(now, answered=len(keys), failed=0)
+            self._note_reads(now, answered=len(keys), failed=0)
             return []
         outcomes = list(zip(keys, job.outcomes, strict=True))
         self._primary.publish(key for key, outcome in outcomes if outcome is _OK)
@@ -233,15 +233,21 @@ class TierTransfers:
             elif outcome is not _OK:
                 self._primary.abandon([key])
         self.counters.promotions_failed += len(failed)
-        if len(self._failed_reads) > _MAX_FAILED_KEYS:
-            self._failed_reads.clear()
-        self._failed_reads.update(dict.fromkeys(failed, now + _FAILED_READ_RETRY_S))
-        self.breaker.finished(
+        self._note_reads(
             now,
             answered=sum(outcome in _ANSWERS for outcome in job.outcomes),
             failed=sum(outcome in _DEVICE_FAILURES for outcome in job.outcomes),
         )
+        if len(self._failed_reads) > _MAX_FAILED_KEYS:
+            self._failed_reads.clear()
+        self._failed_reads.update(dict.fromkeys(failed, now + _FAILED_READ_RETRY_S))
         return failed
+
+    def _note_reads(self, now: float, *, answered: int, failed: int) -> None:
+        was_open = self.breaker.is_open
+        self.breaker.finished(now, answered=answered, failed=failed)
+        if was_open and not self.breaker.is_open:
+            self._failed_reads.clear()  # it was the disk, and not these rows
 
     def _finish_write(self, job: FinishedJob, write: _Write, now: float) -> None:
         written = job.outcomes.count(_OK)

@@ -290,6 +290,12 @@ def test_reads_that_fail_time_after_time_are_not_tried_for_every_request() -> No
         clock.now += 0.05
     assert submitted == 3 + 2, "three failures, probes after 1 and 3 s"
     assert is_idle(manager)
+    clock.now += 4.0
+    assert lookups(manager, "probe", 50) == [MISS]
+    manager.end_step()
+    tier.finish_all()
+    manager.end_step()
+    assert lookups(manager, "r", 0) == [PENDING], "it was the disk, and not that row"
 
 
 def test_a_chunk_whose_read_hangs_can_be_stored_again() -> None:
