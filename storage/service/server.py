@@ -94,6 +94,7 @@ class Session:
 
     def __init__(self, attach: Attach, region_fd: int, outbox: Outbox) -> None:
         self._outbox = outbox
+        self._figures_lock = threading.Lock()
         region_bytes = attach.rows_offset + attach.row_count * attach.row_bytes
         found = os.fstat(region_fd).st_size
         if found < region_bytes:
@@ -206,8 +207,10 @@ class Session:
             self._outbox.put(Published(list(published[start : start + _KEYS_PER_MESSAGE])))
 
     def send_usage(self) -> None:
-        """Tell the engine the present figures."""
-        self._outbox.put(figures_of(self.store, self.rows))
+        """Tell the engine the present figures.  Those told last are the newest: of two threads that
+        end a job at once, the one that looked first must not speak last."""
+        with self._figures_lock:
+            self._outbox.put(figures_of(self.store, self.rows))
 
 
 def figures_of(store: DiskStore | DriveStore, rows: RowStore | DriveRows | KindRows) -> Usage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -24,6 +25,7 @@ from storage.service.messages import (
     Ready,
     Refused,
     Reply,
+    Usage,
     Withdrawn,
     encode_frame,
     reply_decoder,
@@ -180,3 +182,31 @@ def test_serve_ends_with_the_socket_and_gives_the_root_up(tmp_path: Path, region
         ours.close()
         assert Ready() in [reply for frame in body for reply in reply_decoder.decode(frame)]
     os.close(region_fd)
+
+
+def test_the_figures_told_last_are_the_newest(
+    tmp_path: Path, region_fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two threads that tell them at once, the first to look does not speak last."""
+    outbox = Replies()
+    session = Session(attach(tmp_path / "store"), region_fd, outbox)
+    os.close(region_fd)
+    looked, others_spoke = threading.Event(), threading.Event()
+    numbers = itertools.count(1)
+
+    def figures(*_: object) -> Usage:
+        number = next(numbers)
+        looked.set()
+        if number == 1:
+            others_spoke.wait(0.2)
+        return Usage(rows=number)
+
+    monkeypatch.setattr(server, "figures_of", figures)
+    first = threading.Thread(target=session.send_usage)
+    first.start()
+    assert looked.wait(60)
+    session.send_usage()
+    others_spoke.set()
+    first.join()
+    session.close()
+    assert [reply.rows for reply in outbox.said if isinstance(reply, Usage)] == [1, 2]
