@@ -118,6 +118,11 @@ def written_bytes(metrics: Metrics) -> float:
     return sum(metrics.value(name) for name in named if name.endswith("bytes_total"))
 
 
+def waiting_writes(metrics: Metrics) -> float:
+    """Chunks that kvtier has yet to write, as far as it says."""
+    return sum(metrics.value(f"kvtier:cascades_{what}") for what in ("waiting", "under_way"))
+
+
 def drain(server: VllmServer, root: Path) -> None:
     """Wait until nothing has been written for a moment, by the counters and by the file system."""
     last: tuple[float, int] | None = None
@@ -127,8 +132,9 @@ def drain(server: VllmServer, root: Path) -> None:
         nonlocal last, quiet_since
         # Counters move when the engine steps: a request of one token makes it.
         server.complete("x", 1, ignore_eos=True)
-        now = (written_bytes(server.metrics()), bytes_on_disk(root))
-        if now != last:
+        metrics = server.metrics()
+        now = (written_bytes(metrics), bytes_on_disk(root))
+        if now != last or waiting_writes(metrics):
             last, quiet_since = now, time.monotonic()
         return time.monotonic() - quiet_since > DRAIN_QUIET_S
 

@@ -27,9 +27,9 @@ from scripts.models import ROOT, ModelPreset, cpu_binding
 
 Prompt = str | Sequence[int]  # text, or token ids
 
-START_TIMEOUT_S = 240.0  # ready after 25 to 60 s on two idle cores, most of it imports
+START_TIMEOUT_S = 400.0  # ready after 25 to 60 s on two idle cores, most of it imports
 SHUTDOWN_TIMEOUT_S = 10.0  # what vLLM grants its engine: less leaves files in /dev/shm
-STOP_TIMEOUT_S = 30.0  # vLLM's own time-out, and the exit of every process after it
+STOP_TIMEOUT_S = 120.0  # of a hang: vLLM's own time-out, and the exit of every process after it
 REQUEST_TIMEOUT_S = 300.0  # a long prompt on two cores that others use too
 POLL_S = 0.1
 SHM = "/dev/shm/"
@@ -81,6 +81,8 @@ class ServeConfig:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles for 20 s
+            # After 5 s it would close the client's connection, perhaps as the next request is sent.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
             "PYTHONPATH": os.pathsep.join(
                 part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part
             ),

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import httpx
 
-from scripts.serve_demo import FINISHED, gauge, wait_until, written_bytes
+from scripts.serve_demo import (
+    DRAIN_QUIET_S,
+    FINISHED,
+    gauge,
+    wait_until,
+    waiting_writes,
+    written_bytes,
+)
 from scripts.serve_report import Sources
 from scripts.serving import REQUEST_TIMEOUT_S, Metrics, ServeError
 from storage.testing.rows import bytes_on_disk
@@ -21,7 +28,6 @@ RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 IDLE_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 60.0  # far longer than writing what a run leaves in memory
 RESTART_TIMEOUT_S = 3600.0  # by a person, of a server that may load a large model
-DRAIN_QUIET_S = 1.5  # writes that pause for this long are done
 
 
 class Endpoint:
@@ -68,8 +74,9 @@ class Endpoint:
         def is_quiet() -> bool:
             nonlocal last, quiet_since
             self.step()
-            now = (written_bytes(self.metrics()), bytes_on_disk(root) if root else 0)
-            if now != last:
+            metrics = self.metrics()
+            now = (written_bytes(metrics), bytes_on_disk(root) if root else 0)
+            if now != last or waiting_writes(metrics):
                 last, quiet_since = now, time.monotonic()
             return time.monotonic() - quiet_since > DRAIN_QUIET_S
 

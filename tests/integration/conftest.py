@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,9 +16,9 @@ from scripts.make_model import ensure_model
 from scripts.models import MODELS, ModelPreset
 from scripts.serving import Completion, Metrics, ServeConfig, VllmServer
 from tests.integration.processes import serves, store_processes
+from tests.integration.settling import await_that, settled_metrics
 
 ANSWER_TOKENS = 16
-DRAIN_TIMEOUT_S = 30.0
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
@@ -111,16 +110,12 @@ def _complete(server: VllmServer, prompt: str) -> Completion:
 
 def settled(server: VllmServer) -> Metrics:
     """Metrics once every chunk that was stored is on disk."""
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while True:
-        metrics = server.metrics()
+
+    def all_are_written(metrics: Metrics) -> bool:
         stored = metrics.value("kvtier:chunks_stored_total")
-        written = metrics.value("kvtier:rows_written_total")
-        if written >= stored or time.monotonic() > deadline:
-            assert written == stored, "not every stored chunk reached the disk"
-            return metrics
-        server.complete("zz", 2, ignore_eos=True)  # metrics move with the engine's steps
-        time.sleep(0.2)
+        return metrics.value("kvtier:rows_written_total") == stored
+
+    return settled_metrics(server, all_are_written, "not every stored chunk reached the disk")
 
 
 def tokens_from(metrics: Metrics, source: str) -> float:
@@ -129,10 +124,10 @@ def tokens_from(metrics: Metrics, source: str) -> float:
 
 
 def await_store_gone(root: Path) -> None:
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while any(serves(process, root) for process in store_processes()):
-        assert time.monotonic() < deadline, "a store process outlived its engine"
-        time.sleep(0.1)
+    await_that(
+        lambda: not any(serves(process, root) for process in store_processes()),
+        "a store process outlived its engine",
+    )
 
 
 def regions_left(logs: Path) -> list[str]:

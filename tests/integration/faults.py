@@ -15,16 +15,15 @@ import psutil
 from scripts.make_model import ensure_model
 from scripts.models import MODELS, ROOT
 from scripts.serving import Metrics, ServeConfig, VllmServer
-from storage.testing.controlled import Control
+from storage.testing.controlled import Control, is_hanging
 from tests.integration.conftest import ANSWER_TOKENS
 from tests.integration.processes import serves, store_processes
-from tiering.pace import REPORT_S
+from tests.integration.settling import HANG_S, await_that, look, rests
 
 MODEL = "tiny-llama"
 CHUNK_TOKENS = MODELS[MODEL].block_size_tokens
-DEADLINE_S = 120.0  # of anything that must end at all, on a machine that does other things too
+DEADLINE_S = HANG_S
 _SITE = Path(__file__).with_name("controlled_store")
-_IDLE_SWITCHES, _IDLE_WINDOW_S = 20, 0.2  # an engine that steps has hundreds
 
 
 class Answer(NamedTuple):
@@ -75,6 +74,13 @@ class FaultyServer:
         }
         serve = ServeConfig(MODELS[MODEL], config, tp, kv_cache_bytes, seqs_max=32, extra_env=env)
         self.server = VllmServer(serve, directory / f"serve-{number}.log")
+        # One for all threads: to make a client takes longer than an answer.  It keeps no
+        # connection, which a server that is killed would break.
+        self._client = httpx.Client(
+            timeout=DEADLINE_S,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
 
     def start(self) -> FaultyServer:
         self.server.start()
@@ -97,6 +103,10 @@ class FaultyServer:
     def control(self, **faults: Any) -> None:
         """Of all calls of the device that begin from now on; without `faults` a good disk."""
         Control(**faults).write(self.control_path)
+
+    def await_hanging(self) -> None:
+        """Return once a call has met the hang that is in force."""
+        await_that(lambda: is_hanging(self.control_path), "no call hangs")
 
     def store_process(self) -> psutil.Process:
         """The one that serves this root, once there is one."""
@@ -126,9 +136,7 @@ class FaultyServer:
             "return_token_ids": True,
         }
         started = time.monotonic()
-        reply = httpx.post(
-            self._url("/v1/completions"), json=body, timeout=timeout_s, trust_env=False
-        )
+        reply = self._client.post(self._url("/v1/completions"), json=body, timeout=timeout_s)
         reply.raise_for_status()
         [choice] = reply.json()["choices"]
         return Answer(tuple(choice["token_ids"]), time.monotonic() - started)
@@ -150,17 +158,12 @@ class FaultyServer:
         self._forget_device()
 
     def _forget_device(self) -> None:
-        url = self._url("/reset_prefix_cache")
-        httpx.post(url, timeout=DEADLINE_S, trust_env=False).raise_for_status()
+        self._client.post(self._url("/reset_prefix_cache")).raise_for_status()
 
     def metrics(self) -> Metrics:
-        """As of now: they move with the engine's steps, and while more follow not with each."""
-        self.ask("zz", 1)
-        if not self.rests():
-            time.sleep(REPORT_S)
-            self.ask("zz", 1)
-        reply = httpx.get(self._url("/metrics"), timeout=DEADLINE_S, trust_env=False)
-        return Metrics(reply.raise_for_status().text)
+        """As of now, or later; others may ask meanwhile."""
+        look(self.rests, lambda: self.ask("zz", 1))
+        return Metrics(self._client.get(self._url("/metrics")).raise_for_status().text)
 
     def value(self, name: str, **labels: str) -> float:
         return self.metrics().value(f"kvtier:{name}", **labels)
@@ -197,16 +200,7 @@ class FaultyServer:
 
     def rests(self) -> bool:
         """Whether the engine takes no steps."""
-        before = self._switches()
-        time.sleep(_IDLE_WINDOW_S)
-        return self._switches() - before < _IDLE_SWITCHES
-
-    def _switches(self) -> int:
-        """How often the scheduler's thread has waited for something."""
-        [engine] = [p for p in self.server.processes() if "EngineCore" in p.name()]
-        status = Path(f"/proc/{engine.pid}/task/{engine.pid}/status").read_text()
-        [line] = [li for li in status.splitlines() if li.startswith("voluntary_ctxt_switches")]
-        return int(line.split()[1])
+        return rests(self.server)
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server.port}{path}"
@@ -214,14 +208,6 @@ class FaultyServer:
 
 def _name(process: psutil.Process) -> str:
     return str(process.name())
-
-
-def await_that(holds: Callable[[], bool], otherwise: str, timeout_s: float = DEADLINE_S) -> None:
-    """Return once `holds()`; fail with `otherwise` when the time is up."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.05)
 
 
 def in_background(call: Callable[[], object]) -> threading.Thread:

@@ -27,13 +27,14 @@ CALLS = {
 }
 
 
+@pytest.mark.timeout(900)
 def test_both_managers_are_driven_alike(direct_path: Path) -> None:
     pytest.importorskip("vllm", exc_type=ImportError)
     out = direct_path / "out.json"
     command = [sys.executable, str(ROOT / "scripts/bench/scheduler_path.py"), "--rounds", "1"]
     command += ["--directory", str(direct_path), "--slots", "1024", "--chunks", "2,16"]
     done = subprocess.run(
-        [*command, "--long", "200", "--json", str(out)], capture_output=True, text=True, timeout=280
+        [*command, "--long", "200", "--json", str(out)], capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())

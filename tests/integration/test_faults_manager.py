@@ -132,27 +132,29 @@ def test_faults_of_the_disk_cost_hits_and_nothing_else(engine: Engine) -> None:
     # Slow: what is written in some seconds is pinned, the rest waits, nothing is lost.
     Control(delay_s={"pwritev": 0.2}).write(engine.control)
     engine.busy_max = 0
-    for number in range(20, 120):
+    for number in range(20, 40):
         engine.store(number)
-        for _ in range(4):
-            engine.step()
+    engine.wait(lambda: engine.is_on_disk(range(40)))  # by now it is known to be slow
+    for number in range(40, 140):
+        engine.store(number)
+    engine.step()
     assert held_back[HeldBack.SLOW] > 0
     assert engine.busy_max <= SLOTS // 2
     Control().write(engine.control)
-    engine.wait(lambda: engine.is_on_disk(range(120)) and engine.is_idle())
+    engine.wait(lambda: engine.is_on_disk(range(140)) and engine.is_idle())
 
     # Read-only: nothing is pinned for it; it is written when the disk is back.
     Control(errno={"pwritev": 30}).write(engine.control)
-    engine.store(120)
+    engine.store(140)
     engine.wait(lambda: not engine.client.takes_writes and engine.is_idle())
-    for number in range(121, 150):
+    for number in range(141, 170):
         engine.store(number)
         assert engine.manager.primary.busy_count <= 1, "a probe"
         engine.step()
     assert held_back[HeldBack.DISK] >= 28
     assert engine.answer(3) is HIT, "reads go on"
     Control().write(engine.control)
-    engine.wait(lambda: engine.is_on_disk(range(150)) and engine.is_idle())
+    engine.wait(lambda: engine.is_on_disk(range(170)) and engine.is_idle())
 
     # Hung: one wait, then misses at once; and the region goes on.
     for number in range(1000, 1000 + 2 * SLOTS):  # none of the first ones is in the region

@@ -5,6 +5,7 @@ A prepared process forks an engine per round, so that a round costs a fork and n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ from tests.integration.processes import serves, store_processes
 
 ROUNDS = 60  # with the 200 of test_kill_store; each also opens, serves and checks
 BUDGET_BYTES = 3_000_000  # rows are evicted all the time
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 _NURSERY = """
 import os, random, signal, sys
@@ -59,7 +60,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_kill_of_the_engine_at_random_moments(tmp_path: Path) -> None:
     root, log = tmp_path / "store", tmp_path / "served.log"
     moment = random.Random(20261129)
@@ -118,7 +119,8 @@ def _kill_all_but_the_store(pid: int) -> None:
     engine = psutil.Process(pid)
     for process in [engine, *engine.children(recursive=True)]:
         if process.pid not in stores:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # a rank ends with its engine
+                process.kill()
 
 
 def _regions(pid: int) -> list[str]:

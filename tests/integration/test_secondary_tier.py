@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from scripts.make_model import ensure_model
 from scripts.models import MODELS
 from scripts.serving import Metrics, ServeConfig, ServeError, VllmServer
 from tests.integration.conftest import (
-    DRAIN_TIMEOUT_S,
     answers,
     await_store_gone,
     byte_prompts,
@@ -22,6 +20,7 @@ from tests.integration.conftest import (
     tokens_from,
 )
 from tests.integration.processes import serves, store_processes
+from tests.integration.settling import await_that, current_metrics, settled_metrics
 from tiering.cli.main import main as kvtier
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
@@ -105,7 +104,7 @@ def test_cold_restarted_warm_damaged_and_without_a_store(
     """
     server = servers.start(servers.disk, servers.fs)
     cold = answers(server, PROMPTS)
-    metrics = _settled(server, "1:disk", sum(ROWS))
+    metrics = _settled(server, ("1:disk", "2:fs"), sum(ROWS))
     row_bytes = metrics.value(WRITE_BYTES, tier="1:disk") / sum(ROWS)
     assert row_bytes % 4096 == 0
     assert metrics.value(WRITE_BYTES, tier="2:fs") == sum(ROWS) * row_bytes
@@ -119,7 +118,7 @@ def test_cold_restarted_warm_damaged_and_without_a_store(
     server = servers.start(servers.fs, servers.disk)
     warm, damaged, alone = PROMPTS[:2], PROMPTS[2:3], PROMPTS[3:]
     assert answers(server, warm) == cold[:2]
-    metrics = server.metrics()
+    metrics = current_metrics(server)
     found = sum(ROWS[:2])
     assert metrics.value(READ_BYTES, tier="2:disk") == found * row_bytes
     assert metrics.value("kvtier:rows_read_total", outcome="ok") == found
@@ -129,7 +128,7 @@ def test_cold_restarted_warm_damaged_and_without_a_store(
 
     _damage(servers.root)
     assert answers(server, damaged) == cold[2:3], "damaged rows must be misses, not answers"
-    metrics = server.metrics()
+    metrics = current_metrics(server)
     assert metrics.value("kvtier:rows_read_total", outcome="corrupt") == ROWS[2]
     assert metrics.value(READ_BYTES, tier="2:disk") == found * row_bytes
 
@@ -137,18 +136,17 @@ def test_cold_restarted_warm_damaged_and_without_a_store(
     process.kill()
     assert answers(server, alone) == cold[3:]
     assert answers(server, PROMPTS) == cold
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while not server.metrics().value("kvtier:store_restarts_total"):
-        assert time.monotonic() < deadline, "no new store process"
-        server.complete("zz", 2, ignore_eos=True)
-        time.sleep(0.2)
+    await_that(
+        lambda: current_metrics(server).value("kvtier:store_restarts_total") > 0,
+        "no new store process",
+    )
     servers.stop(server)
 
     _change_weights(model_path)
     server = servers.start(servers.disk)
     others = answers(server, PROMPTS)
     assert others != cold, "the weights are others"
-    metrics = server.metrics()
+    metrics = current_metrics(server)
     assert tokens_from(metrics, "disk") == 0
     assert metrics.value("kvtier:rows_read_total") == 0
     servers.stop(server)
@@ -160,16 +158,14 @@ WRITE_BYTES = "vllm:kv_offload_tiering_write_bytes_total"
 READ_BYTES = "vllm:kv_offload_tiering_read_bytes_total"
 
 
-def _settled(server: VllmServer, tier: str, rows: int) -> Metrics:
-    """Metrics once `rows` rows of the prompts are on disk."""
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while True:
-        metrics = server.metrics()
-        if metrics.value("kvtier:disk_rows") == rows and metrics.value(WRITE_BYTES, tier=tier):
-            return metrics
-        assert time.monotonic() < deadline, "not every stored chunk reached the disk"
-        server.complete("zz", 2, ignore_eos=True)  # metrics move with the engine's steps
-        time.sleep(0.2)
+def _settled(server: VllmServer, tiers: Sequence[str], rows: int) -> Metrics:
+    """Metrics once `rows` rows of the prompts are in each of the tiers, one of them ours."""
+
+    def all_are_written(metrics: Metrics) -> bool:
+        written = {metrics.value(WRITE_BYTES, tier=tier) for tier in tiers}
+        return metrics.value("kvtier:disk_rows") == rows and len(written) == 1
+
+    return settled_metrics(server, all_are_written, "not every stored chunk reached its tiers")
 
 
 def _damage(root: Path) -> None:

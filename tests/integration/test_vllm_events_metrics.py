@@ -7,11 +7,9 @@ next, since a start costs half a minute.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from scripts.serving import Metrics, VllmServer
 from storage.survey import survey_root
 from storage.testing.rows import bytes_on_disk
 from tests.integration.conftest import (
-    DRAIN_TIMEOUT_S,
     StartServer,
     answers,
     await_store_gone,
@@ -35,7 +32,7 @@ from tests.integration.conftest import (
 )
 from tests.integration.kv_events import DISK, REGION, Subscriber
 from tests.integration.processes import serves, store_processes
-from tiering.pace import REPORT_S
+from tests.integration.settling import HANG_S, await_that, settled_metrics, step
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
@@ -79,42 +76,36 @@ def keys_on_disk(root: Path) -> set[bytes]:
     }
 
 
-def step(server: VllmServer) -> None:
-    """Make the engine look at its tiers: it steps for requests only."""
-    server.complete("zz", 1, ignore_eos=True)
-
-
 def await_agreement(
     server: VllmServer, heard: Subscriber, root: Path, rows: int | None = None
 ) -> Metrics:
-    """Metrics of a moment at which events, disk and metrics say the same, for longer than those of
-    a busy engine may lag behind, and the disk has `rows`, if so many are expected.  Fails if none
-    comes."""
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    agreed_at = math.inf
-    while True:
-        step(server)
-        metrics = server.metrics()
+    """Metrics of an engine that rests, once events, disk and metrics say the same and the disk has
+    `rows`, if so many are expected.  Fails if they never do."""
+    found: dict[str, tuple[object, object]] = {}
+
+    def agree(metrics: Metrics) -> bool:
         used = metrics.value("kvtier:disk_used_bytes")
-        assert bytes_on_disk(root) <= used <= metrics.value("kvtier:disk_budget_bytes")
-        found = {
-            "busy slots": (metrics.value("kvtier:region_slots", use="busy"), 0),
-            "rows of the region": (
-                metrics.value("kvtier:region_slots", use="occupied"),
-                len(heard.keys(REGION)),
-            ),
-            "rows on disk": (metrics.value("kvtier:disk_rows"), len(keys_on_disk(root))),
-            "keys on disk": (keys_on_disk(root), heard.keys(DISK)),
-            "expected rows": (len(heard.keys(DISK)) if rows is not None else None, rows),
-        }
-        if all(said == counted for said, counted in found.values()):
-            agreed_at = min(agreed_at, time.monotonic())
-            if time.monotonic() - agreed_at > REPORT_S:
-                return metrics
-        else:
-            agreed_at = math.inf
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)
+        assert used <= metrics.value("kvtier:disk_budget_bytes")
+        found.update(
+            {
+                "busy slots": (metrics.value("kvtier:region_slots", use="busy"), 0),
+                "rows of the region": (
+                    metrics.value("kvtier:region_slots", use="occupied"),
+                    len(heard.keys(REGION)),
+                ),
+                "more than is used": (max(bytes_on_disk(root) - used, 0), 0),
+                "rows on disk": (metrics.value("kvtier:disk_rows"), len(keys_on_disk(root))),
+                "keys on disk": (keys_on_disk(root), heard.keys(DISK)),
+                "expected rows": (len(heard.keys(DISK)) if rows is not None else None, rows),
+            }
+        )
+        return all(said == counted for said, counted in found.values())
+
+    try:
+        return settled_metrics(server, agree, "events, disk and metrics do not agree")
+    except AssertionError as exc:
+        exc.add_note(str(found))
+        raise
 
 
 def assert_counters_go_on(before: Metrics, after: Metrics) -> None:
@@ -158,7 +149,7 @@ def forget_on_device(server: VllmServer, *, and_below: bool = False) -> None:
     reply = httpx.post(
         url,
         params={"reset_external": str(and_below).lower()},
-        timeout=DRAIN_TIMEOUT_S,
+        timeout=HANG_S,
         trust_env=False,
     )
     assert reply.json() == {"success": True}
@@ -225,10 +216,12 @@ def test_events_and_metrics_say_what_the_disk_and_the_test_have_counted(
     known = heard.keys(DISK)
     [store] = [process for process in store_processes() if serves(process, root)]
     os.kill(store.pid, signal.SIGKILL)
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while heard.known.times_emptied.get(DISK) != 1:
-        assert time.monotonic() < deadline
+
+    def was_emptied() -> bool:
         step(server)
+        return heard.known.times_emptied.get(DISK) == 1
+
+    await_that(was_emptied, "nobody was told that the rows are gone")
     before, metrics = metrics, await_agreement(server, heard, root)
     assert heard.keys(DISK) == known
     assert metrics.value("kvtier:store_restarts_total") == 1
@@ -249,10 +242,7 @@ def test_events_and_metrics_say_what_the_disk_and_the_test_have_counted(
     heard = subscriber()
     flags = ["--kv-events-config", json.dumps(heard.server_config())]
     server = start_server("tiny-llama", config, flags=flags, env=ENV)
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while heard.keys(DISK) != on_disk:
-        assert time.monotonic() < deadline, "before the first request"
-        time.sleep(0.05)
+    await_that(lambda: heard.keys(DISK) == on_disk, "not told before the first request")
     assert heard.keys(REGION) == set()
 
     forget_on_device(server, and_below=True)

@@ -20,6 +20,7 @@ from tests.integration.conftest import (
     tokens_from,
     transfer_config,
 )
+from tests.integration.settling import current_metrics
 from tests.integration.zarr_reading import assert_zarr_equals_store
 
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
@@ -63,7 +64,7 @@ def test_spec_groups_of_a_hybrid_model_store_what_they_use(
 
     server = start_server("tiny-gemma3", config, tp=2)
     assert answers(server, PROMPTS) == cold, "restarted, each rank with a head of every layer"
-    metrics = server.metrics()
+    metrics = current_metrics(server)
     assert tokens_from(metrics, "disk") >= 0.9 * sum(len(prompt) for prompt in PROMPTS)
     assert metrics.value("kvtier:rows_read_total", outcome="corrupt") == 0
     assert answers(server, PROMPTS) == cold, "warm"

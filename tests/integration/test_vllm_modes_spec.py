@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from scripts.serve_demo import rows_on_disk
 from scripts.serve_report import ACCEPTED, DRAFTED
 from scripts.serving import REQUEST_TIMEOUT_S, ServeError, VllmServer
 from tests.integration.conftest import (
-    DRAIN_TIMEOUT_S,
     StartServer,
     await_store_gone,
     needs_vllm,
@@ -25,6 +23,7 @@ from tests.integration.conftest import (
     tokens_from,
     transfer_config,
 )
+from tests.integration.settling import HANG_S, await_that, current_metrics
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
@@ -61,11 +60,7 @@ def ask(
 
 
 def from_store(server: VllmServer, writes: bool) -> float:
-    if writes:
-        metrics = settled(server)
-    else:
-        server.complete("zz", 2, ignore_eos=True)  # metrics move with the engine's steps
-        metrics = server.metrics()
+    metrics = settled(server) if writes else current_metrics(server)
     return sum(tokens_from(metrics, source) for source in ("disk", "host"))
 
 
@@ -96,24 +91,22 @@ def cancel_some(server: VllmServer, prompts: Sequence[str]) -> None:
 
 def reset(server: VllmServer, *, external: bool) -> None:
     """As who loads other weights does; vLLM says to try again while blocks are in use."""
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
     url = f"http://127.0.0.1:{server.port}/reset_prefix_cache"
-    while True:
+
+    def is_reset() -> bool:
         answer = httpx.post(
-            url, params={"reset_external": external}, timeout=DRAIN_TIMEOUT_S, trust_env=False
+            url, params={"reset_external": external}, timeout=HANG_S, trust_env=False
         )
         assert answer.status_code == httpx.codes.OK, answer.text
-        if answer.json()["success"]:
-            return
-        assert time.monotonic() < deadline, "never reset"
-        time.sleep(0.2)
+        return bool(answer.json()["success"])
+
+    await_that(is_reset, "never reset")
 
 
 def assert_nothing_is_held(server: VllmServer) -> None:
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while (busy := settled(server).value("kvtier:region_slots", use="busy")) > 0:
-        assert time.monotonic() < deadline, f"{busy} slots stay pinned"
-        time.sleep(0.2)
+    await_that(
+        lambda: settled(server).value("kvtier:region_slots", use="busy") == 0, "slots stay pinned"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from tests.integration.conftest import (
     tokens_from,
     transfer_config,
 )
+from tests.integration.settling import current_metrics
 from tests.integration.zarr_reading import assert_zarr_equals_store
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
@@ -197,7 +198,7 @@ def _serve_from_region(
     assert tokens_from(server.metrics(), "host") == 0
     # By now the first prompts have left the device.
     assert answers(server, prompts[:4]) == expected[:4]
-    metrics = server.metrics()
+    metrics = current_metrics(server)
     assert tokens_from(metrics, "host") >= SHARE_ON_DISK * _lengths(prompts[:4])
     server.stop()
     return expected, metrics

@@ -16,7 +16,6 @@ from storage.header import SegmentGeometry
 from storage.namespace import read_geometry
 from storage.testing.rows import bytes_on_disk
 from tests.integration.conftest import (
-    DRAIN_TIMEOUT_S,
     StartServer,
     answers,
     await_store_gone,
@@ -27,6 +26,7 @@ from tests.integration.conftest import (
     tokens_from,
     transfer_config,
 )
+from tests.integration.settling import HANG_S, current_metrics
 from tests.integration.zarr_reading import assert_zarr_equals_store
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
@@ -128,7 +128,7 @@ def test_kill_vllm_at_random_moments_loses_nothing_but_work(
         assert not list(root.rglob("*.partial")), "a half-made file leaked"
         assert bytes_on_disk(root) <= 8_000_000
         assert answers(server, PROMPTS) == expected
-    assert server.metrics().value("kvtier:rows_read_total", outcome="corrupt") == 0
+    assert current_metrics(server).value("kvtier:rows_read_total", outcome="corrupt") == 0
     server.stop()
     await_store_gone(root)
     assert_zarr_equals_store(root, _namespace(root))
@@ -142,7 +142,7 @@ def _send_and_kill(server: VllmServer, prompt: str, delay_s: float) -> None:
     def send() -> None:
         # With a connection of its own: `kill` closes the server's while this one waits.
         with contextlib.suppress(httpx.HTTPError):  # the point of the exercise
-            httpx.post(url, json=body, timeout=DRAIN_TIMEOUT_S, trust_env=False)
+            httpx.post(url, json=body, timeout=HANG_S, trust_env=False)
 
     thread = threading.Thread(target=send)
     thread.start()

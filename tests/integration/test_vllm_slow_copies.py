@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scripts.make_model import ensure_model
 from scripts.models import MODELS
 from tests.integration.conftest import (
@@ -11,7 +13,7 @@ from tests.integration.conftest import (
     tokens_from,
 )
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
 MODEL = "tiny-mla"
 BLOCK_TOKENS = 16

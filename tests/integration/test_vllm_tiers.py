@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from scripts.serving import Metrics, VllmServer
 from storage.namespace import is_namespace_directory
 from storage.testing.rows import bytes_on_disk
 from tests.integration.conftest import (
-    DRAIN_TIMEOUT_S,
     StartServer,
     answers,
     await_store_gone,
@@ -23,6 +21,7 @@ from tests.integration.conftest import (
     tokens_from,
     transfer_config,
 )
+from tests.integration.settling import settled_metrics
 
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
@@ -31,13 +30,7 @@ FAST, LARGE = "fast", "large"
 
 
 def metrics_when(server: VllmServer, is_so: Callable[[Metrics], bool]) -> Metrics:
-    """Metrics once they are so."""
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    while not is_so(metrics := server.metrics()):
-        assert time.monotonic() < deadline, "not every chunk reached its tiers"
-        server.complete("zz", 2, ignore_eos=True)  # metrics move with the engine's steps
-        time.sleep(0.2)
-    return metrics
+    return settled_metrics(server, is_so, "not every chunk reached its tiers")
 
 
 def stored(metrics: Metrics) -> float:

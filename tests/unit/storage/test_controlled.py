@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from storage.errors import DeviceError
-from storage.testing.controlled import Control, ControlledDevice
+from storage.testing.controlled import Control, ControlledDevice, is_hanging
+
+HANG_S = 60.0
 
 
 @pytest.fixture
@@ -40,9 +43,15 @@ def test_a_call_hangs_until_the_file_lets_go_of_it(tmp_path: Path, control: Path
     Control(hang=["read_file"]).write(control)
     read: list[bytes] = []
     thread = threading.Thread(target=lambda: read.append(device.read_file(tmp_path / "f")))
+    assert not is_hanging(control)
     thread.start()
-    thread.join(0.2)
+    end = time.monotonic() + HANG_S
+    while not is_hanging(control):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    thread.join(0.1)
     assert thread.is_alive()
-    Control().write(control)
-    thread.join(30)
+    Control(hang=["stat"]).write(control)
+    thread.join(HANG_S)
     assert read == [b"content"]
+    assert not is_hanging(control), "under another control"
