@@ -83,4 +83,4 @@ sys.meta_path.insert(0, Refuse())
 import storage.service.server, storage.service.client, tiering.manager, tiering.worker
 import tiering.region, tiering.config, tiering.metrics, tiering.weights
 """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=280)

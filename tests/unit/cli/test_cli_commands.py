@@ -196,7 +196,7 @@ def test_cli_du_draws(root: Path, run: Run, tmp_path: Path) -> None:
 
 def test_the_program_of_disk_usage_is_cli_du(root: Path) -> None:
     command = [sys.executable, "scripts/disk_usage.py", str(root), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["disk_bytes"] == bytes_on_disk(root)
 

@@ -90,7 +90,7 @@ def test_cli_metrics_are_served(root: Path) -> None:
         try:
             assert process.stderr is not None
             (url,) = re.findall(r"http://\S+", process.stderr.readline())
-            with urllib.request.urlopen(url, timeout=10) as reply:
+            with urllib.request.urlopen(url, timeout=280) as reply:
                 found = scraped(reply.read().decode())
         finally:
             process.terminate()

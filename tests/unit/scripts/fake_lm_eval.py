@@ -14,7 +14,7 @@ def main() -> None:
     options = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=False))
     url = options["--model_args"].split(",")[0].removeprefix("base_url=")
     body = json.dumps({"questions": QUESTIONS}).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=10) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=280) as response:
         right = int(json.loads(response.read())["right"])
     out = Path(options["--output_path"]) / "model"
     out.mkdir(parents=True)

@@ -37,7 +37,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, program, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         cwd="/",
         env={"PATH": "/usr/bin:/bin", "COLUMNS": "120"},
     )

@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(ROOT / "scripts" / "bench" / "storage.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         cwd="/",
         env=environment,
     )

@@ -118,7 +118,7 @@ def test_every_preset_says_where_its_figures_come_from() -> None:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "scripts.row_sizes", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+        command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False
     )
 
 

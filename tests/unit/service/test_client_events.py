@@ -141,7 +141,7 @@ class FollowedStore(RuleBasedStateMachine):
             self.clock,
         )
         os.close(fd)
-        self.client.connect(5.0)
+        self.client.connect(60.0)
         self.follower = Follower(self.client)
 
     def _spawn(self, connection: socket.socket) -> object:

@@ -12,7 +12,6 @@ import dataclasses
 import errno
 import logging
 import os
-import statistics
 import threading
 import time
 from collections import Counter
@@ -46,6 +45,8 @@ from storage.testing.rows import (
     row_of,
 )
 from storage.types import STORED, RowKey, RowOutcome, SegmentId
+from tests.unit.storage.effort import lines_of
+from tests.unit.storage.waiting import HANG_S, wait_until
 
 R = 65536
 K = [key_of(i) for i in range(256)]
@@ -133,13 +134,6 @@ def hits(harness: FaultyHarness, keys: Sequence[RowKey]) -> set[RowKey]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 # -- A. Capacity, ENOSPC, eviction ----------------------------------------------------------------
 
 
@@ -185,7 +179,7 @@ def test_b03_usage_is_known_after_a_kill(room: Callable[..., FaultyHarness]) -> 
     store(harness, K[:4])
     used = harness.store.usage().used_bytes
     harness.faulty.abandon()
-    harness.store.engine.close(5)
+    harness.store.engine.close(60)
     harness.faulty = FaultyDevice(LocalDevice())
     with BudgetWatch(harness.options.root) as watch:
         harness.open()
@@ -363,7 +357,7 @@ def test_b12_writers_together_stay_within_the_budget(room: Callable[..., FaultyH
     with BudgetWatch(harness.options.root) as watch:
         for thread in threads:
             thread.start()
-        assert reached.wait(10)
+        assert reached.wait(60)
         assert harness.store.usage().used_bytes <= harness.options.budget_bytes
         harness.faulty.faults.remove(fault)
         gate.set()
@@ -417,10 +411,10 @@ def test_b15_eviction_does_not_wait_behind_writes(room: Callable[..., FaultyHarn
         harness.rows.submit_write(
             [key], filled_rows([key], R), lambda result: results.extend(result.outcomes)
         )
-        assert reached.wait(10)
+        assert reached.wait(60)
     harness.faulty.faults.remove(fault)
     gate.set()
-    wait_until(lambda: len(results) == 5, 1.0)
+    wait_until(lambda: len(results) == 5)
     assert Counter(results) == {OK: 3, DECLINED: 2}
     assert hits(harness, [K[4]]), "the last one that was accepted"
     assert harness.store.usage().used_bytes <= harness.options.budget_bytes
@@ -459,12 +453,14 @@ def test_b17_a_lower_budget_is_announced_then_met(
 
 
 @pytest.mark.parametrize("where", ["second write", "rename", "close"])
-def test_b18_enospc_that_is_told_late(room: Callable[..., FaultyHarness], where: str) -> None:
+def test_b18_enospc_that_is_told_late(
+    room: Callable[..., FaultyHarness], where: str, open_fds: Callable[[], int]
+) -> None:
     """A row is written and published by `pwritev` alone; what `close` says of one is no news."""
     harness = room(4)
     store(harness, K[:2])
     harness.faulty.add(Raise(errno.EIO), "allocate")  # so that it is written to a slot in place
-    used, fds = harness.store.usage().used_bytes, len(os.listdir("/proc/self/fd"))
+    used, fds = harness.store.usage().used_bytes, open_fds()
     harness.rows.remove([K[0]])
     if where == "second write":
         harness.faulty.add(Shorten(4096), "pwritev", times=1, when=data_writes)
@@ -482,7 +478,7 @@ def test_b18_enospc_that_is_told_late(room: Callable[..., FaultyHarness], where:
     assert not [name for name in files_under(harness.options.root) if "partial" in name]
     if where != "close":
         assert harness.store.usage().used_bytes == used
-        assert len(os.listdir("/proc/self/fd")) == fds
+        assert open_fds() == fds
     harness.reopen()
     harness.check(left)
     harness.close()
@@ -659,7 +655,7 @@ def test_b31_the_index_survives(room: Callable[..., FaultyHarness], is_killed: b
     harness.write(K[:5])
     if is_killed:
         harness.faulty.abandon()
-        harness.store.engine.close(5)
+        harness.store.engine.close(60)
         harness.faulty = FaultyDevice(LocalDevice())
     else:
         harness.close()
@@ -724,7 +720,7 @@ def test_b53_removed_between_the_lookup_and_the_read(room: Callable[..., FaultyH
     results: list[JobResult] = []
     buffers = aligned_rows(1, R)
     harness.rows.submit_read([K[0]], buffers, results.append)
-    assert reached.wait(10)
+    assert reached.wait(60)
     assert harness.rows.remove([K[0]]) == 0, "it is being read"
     assert harness.write([K[2]]) == [OK]
     assert K[0] in harness.rows, "another one went"
@@ -798,19 +794,15 @@ def test_b59_back_pressure_declines_at_once_and_reads_stay_quick(
     fault = harness.faulty.add(Wait(gate, reached), "pwritev", when=data_writes)
     results: list[RowOutcome] = []
     row = filled_rows([K[0]], R)
-    seconds = []
     for number in range(10_000):
         key = RowKey(number.to_bytes(8, "big"))
-        started = time.perf_counter()
         harness.rows.submit_write([key], row, lambda result: results.extend(result.outcomes))
-        seconds.append(time.perf_counter() - started)
         if number == 0:
-            assert reached.wait(10)
+            assert reached.wait(60)
     assert len(results) == 10_000 - 33, "one runs, 32 wait"
     assert set(results) == {DECLINED}
     assert harness.rows.count().declined_busy == len(results)
     assert harness.read([K[200]])[0][0] is OK, "while all writes are held"
-    assert statistics.median(seconds) < 0.005, "the slowest says how busy the machine is"
     harness.faulty.faults.remove(fault)
     gate.set()
     wait_until(lambda: len(results) == 10_000)
@@ -819,22 +811,31 @@ def test_b59_back_pressure_declines_at_once_and_reads_stay_quick(
 
 
 class CountingDevice(LocalDevice):
-    """Each transfer of a row takes 20 ms; `most` is how many ran at once, by kind."""
+    """Transfers of rows wait until as many run at once as `awaited` says of their kind; `most` is
+    how many did."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.awaited: Counter[str] = Counter()
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
-        self._count_lock = threading.Lock()
+        self._changed = threading.Condition()
+
+    def await_more(self, kind: str, count: int) -> None:
+        with self._changed:
+            self.awaited[kind] = count
+            self._changed.notify_all()
 
     def _slow(self, kind: str, size: int) -> None:
         if size < R:
             return
-        with self._count_lock:
+        with self._changed:
             self.now[kind] += 1
             self.most[kind] = max(self.most[kind], self.now[kind])
-        time.sleep(0.02)
-        with self._count_lock:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.most[kind] >= self.awaited[kind], HANG_S)
+        time.sleep(0.005)  # for one too many to come
+        with self._changed:
             self.now[kind] -= 1
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -855,12 +856,16 @@ def test_b61_the_numbers_of_threads_mean_something(
     store(harness, K[:4])
     device.most.clear()
     results: list[JobResult] = []
+    device.await_more("write", write_threads + (write_threads < io_threads))  # never so many
     for key in K[10:30]:
         harness.rows.submit_write([key], filled_rows([key], R), results.append)
     if write_threads < io_threads:
+        wait_until(lambda: device.now["write"] == write_threads)
         assert harness.read([K[0]])[0][0] is OK
-        assert len(results) < 20, "not behind 20 writes"
+        assert len(results) == 0, "not behind 20 writes"
+        device.await_more("write", write_threads)
     wait_until(lambda: len(results) == 20)
+    device.await_more("read", io_threads)
     reads: list[JobResult] = []
     for key in K[10:30]:
         harness.rows.submit_read([key], aligned_rows(1, R), reads.append)
@@ -876,21 +881,18 @@ def test_b64_a_lookup_asks_no_disk(memory_path: Path) -> None:
         root, row_bytes=4096, options=StoreOptions(root, 1 << 30, reserve_bytes=0)
     )
     row = aligned_rows(1, 4096)
-    medians = []
+    lines = []
     first = 0
     for count in (100, 20_000):
         keys = [key_of(i) for i in range(first, count)]
         assert set(harness.rows.write(keys, row * len(keys)).outcomes) == {OK}
         first = count
         asked = len(harness.faulty.operations)
-        times = []
-        for i in range(1000):
-            started = time.perf_counter_ns()
-            assert key_of(i % count) in harness.rows
-            times.append(time.perf_counter_ns() - started)
-        medians.append(statistics.median(times))
+        wanted = [key_of(i) for i in range(0, count, count // 100)]
+        lines.append(sum(lines_of(lambda key=key: key in harness.rows) for key in wanted))  # type: ignore[misc]
+        assert all(key in harness.rows for key in wanted)
         assert len(harness.faulty.operations) == asked
-    assert medians[1] < 2 * medians[0]
+    assert 0 < lines[1] < 2 * lines[0], "hardly more work where there are more rows"
     harness.close()
 
 
@@ -905,12 +907,10 @@ def test_b72_close_does_not_wait_for_a_write_that_hangs(
     fault = harness.faulty.add(Wait(gate, reached), "pwritev", when=data_writes)
     results: list[JobResult] = []
     harness.rows.submit_write([K[0]], filled_rows([K[0]], R), results.append)
-    assert reached.wait(10)
-    started = time.monotonic()
+    assert reached.wait(60)
     assert not harness.store.close(0.3).is_ended
-    assert time.monotonic() - started < 1.3
     assert not harness.store.close().is_ended, "a second one does nothing"
-    assert time.monotonic() - started < 1.3
+    assert not results
     harness.faulty.faults.remove(fault)
     gate.set()
     wait_until(lambda: bool(results))
@@ -921,22 +921,31 @@ def test_b72_close_does_not_wait_for_a_write_that_hangs(
     harness.close()
 
 
-@pytest.mark.parametrize("timeout_s", [2.0, 0.05])
+@pytest.mark.parametrize("timeout_s", [HANG_S, 0.05])
 def test_b74_close_reports_what_it_dropped(
     room: Callable[..., FaultyHarness], timeout_s: float
 ) -> None:
+    """With little time a write holds the others up until they are dropped."""
+    goes_on = threading.Event()
+
     class Slow(LocalDevice):
         def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if sum(b.nbytes for b in buffers) >= R:
-                time.sleep(0.01)
+                assert goes_on.wait(HANG_S)
             return super().pwritev(fd, buffers, offset)
 
     harness = room(32, Slow(), io_threads=1)
     results: list[RowOutcome] = []
+
+    def report_of(result: JobResult) -> None:
+        results.extend(result.outcomes)
+        if DECLINED in results:
+            goes_on.set()
+
     for key in K[:20]:
-        harness.rows.submit_write(
-            [key], filled_rows([key], R), lambda result: results.extend(result.outcomes)
-        )
+        harness.rows.submit_write([key], filled_rows([key], R), report_of)
+    if timeout_s >= 1:
+        goes_on.set()
     report = harness.store.close(timeout_s)
     assert report.is_ended
     outcomes = Counter(results)
@@ -964,7 +973,7 @@ def test_b76_every_outcome_has_a_counter(room: Callable[..., FaultyHarness]) -> 
         harness.rows.submit_write(
             [key], filled_rows([key], R), lambda result: results.extend(result.outcomes)
         )
-        assert reached.wait(10)
+        assert reached.wait(60)
     harness.faulty.faults.remove(fault)
     gate.set()
     wait_until(lambda: len(results) == 3)

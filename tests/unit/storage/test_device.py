@@ -22,10 +22,6 @@ from storage.testing.faulty import BufferedDevice, Fault, FaultyDevice, Raise, S
 from storage.testing.rows import files_under
 
 
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_transfers_go_on_until_all_bytes_are_moved(tmp_path: Path) -> None:
     device = FaultyDevice(LocalDevice(), Fault(Shorten(1000)))
     fd = device.open(tmp_path / "f", create=True)
@@ -182,7 +178,7 @@ def test_preallocated_bytes_are_allocated(tmp_path: Path) -> None:
     device.close(fd)
 
 
-def test_direct_probe(direct_path: Path) -> None:
+def test_direct_probe(direct_path: Path, open_fds: Callable[[], int]) -> None:
     fds = open_fds()
     assert supports_direct(LocalDevice(), direct_path)
     assert not supports_direct(BufferedDevice(), direct_path)
@@ -194,7 +190,7 @@ def test_direct_probe(direct_path: Path) -> None:
     assert open_fds() == fds
 
 
-def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder(tmp_path: Path, open_fds: Callable[[], int]) -> None:
     one, two = LocalDevice(), LocalDevice()
     fd = one.lock(tmp_path)
     assert fd is not None

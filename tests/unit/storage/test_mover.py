@@ -8,7 +8,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,17 +36,11 @@ from storage.testing.rows import (
     row_of,
 )
 from storage.types import RowKey, RowOutcome
+from tests.unit.storage.waiting import wait_until
 
 OK, MISSING = RowOutcome.OK, RowOutcome.MISSING
 K = [key_of(i) for i in range(128)]
 ROW = 4096
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -135,7 +129,7 @@ def test_rows_that_are_being_read_keep_their_segment_until_then(harness: FaultyH
     buffers = aligned_rows(1, ROW)
     results: list[RowOutcome] = []
     harness.rows.submit_read([inside[-1]], buffers, lambda r: results.extend(r.outcomes))
-    assert reached.wait(10)
+    assert reached.wait(60)
     order = harness.rows.keys()
     used = harness.store.usage().used_bytes
     assert harness.rows.mover.give_back([number]) == 0, "not yet"
@@ -195,7 +189,7 @@ def test_crash_at_any_operation_of_a_move(memory_path: Path, torn_bytes: int) ->
             crashes += 1
         device.faults = []
         device.abandon()
-        harness.store.engine.close(5)
+        harness.store.engine.close(60)
         lower = dataclasses.replace(
             harness.options,
             budget_bytes=harness.options.budget_bytes - 2 * harness.rows.pool.charge_bytes,
@@ -218,7 +212,7 @@ def test_power_loss_after_a_move_mixes_and_never_lies(memory_path: Path, seed: i
     for key in K[40 : 40 + rng.randint(0, 12)]:
         harness.write([key])
     harness.faulty.abandon()
-    harness.store.engine.close(5)
+    harness.store.engine.close(60)
     power.lose(rng, rng.choice((0.1, 0.3, 0.6, 0.9)))
     again = StoreHarness(memory_path / "root", ROW)
     for key, (outcome, row) in zip(K, again.read(K), strict=True):
@@ -403,7 +397,7 @@ def test_crash_while_a_namespace_takes_a_segment(memory_path: Path) -> None:
         crashes += device.has_crashed
         device.faults = []
         device.abandon()
-        store.engine.close(5)
+        store.engine.close(60)
         with DiskStore.open(options) as again:
             rows = again.open_rows(Identity("one", {}), ROW)
             assert warm <= set(rows.keys())

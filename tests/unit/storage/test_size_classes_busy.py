@@ -16,7 +16,9 @@ from storage.testing.rows import BudgetWatch, aligned_rows, filled_rows, key_of
 from storage.types import STORED, RowOutcome
 
 THREADS = 6
-SECONDS = 4.0
+SECONDS = 4.0  # or, on a machine that does other things too, longer
+EVICTIONS = 100
+HANG_S = 120.0
 
 
 @pytest.mark.slow
@@ -28,14 +30,16 @@ def test_no_row_is_wrong_however_busy_the_store_is(
     harness = MixedHarness(memory_path / "root", codec, segments=7)
     rows = harness.rows
     keys = [key_of(number) for number in range(160)]
-    end = time.monotonic() + SECONDS
+    end, last = time.monotonic() + SECONDS, time.monotonic() + HANG_S
     seen: list[set[RowOutcome]] = [set() for _ in range(THREADS)]
     wrong: list[str] = []
 
     def work(number: int) -> None:
         rng = random.Random(number)
         buffers = aligned_rows(5, ROW_BYTES)
-        while time.monotonic() < end:
+        while (now := time.monotonic()) < end or (
+            now < last and rows.count().rows_evicted <= EVICTIONS
+        ):
             # Each thread drifts over kinds of rows, so that classes wax and wane.
             some = rng.sample(keys[rng.randrange(120) :][:40], rng.randint(1, 5))
             what = rng.random()
@@ -68,7 +72,7 @@ def test_no_row_is_wrong_however_busy_the_store_is(
     assert watch.highest <= harness.options.budget_bytes
     # A class may have lost its last row to a reader's pin: then a write is declined, not failed.
     assert set().union(*seen) <= STORED | {RowOutcome.DECLINED}
-    assert rows.count().rows_evicted > 100
+    assert rows.count().rows_evicted > EVICTIONS
     harness.check()
     keys_now = rows.keys()
     harness.close()

@@ -28,6 +28,7 @@ from storage.testing.contract import StoreHarness, options_for
 from storage.testing.faulty import FaultyDevice, Raise
 from storage.testing.rows import aligned_rows, filled_rows, key_of, soft_row_of
 from storage.types import SegmentId
+from tests.unit.storage.effort import lines_of
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYS = [key_of(i) for i in range(64)]
@@ -315,7 +316,7 @@ def test_usage_beside_a_process_that_writes(memory_path: Path) -> None:
             assert writer.stdout.readline() == "ready\n"
             most, looks = 0, 0
             deadline = time.monotonic() + 3
-            while time.monotonic() < deadline or most < 60:
+            while time.monotonic() < deadline or most < 60 or looks < 5:
                 seen = survey_root(root)
                 assert not seen.findings
                 assert seen.owner_pid == writer.pid
@@ -326,7 +327,6 @@ def test_usage_beside_a_process_that_writes(memory_path: Path) -> None:
                 assert most <= 64
                 assert seen.charged_bytes <= options_for(root, 8192, 64).budget_bytes
                 looks += 1
-            assert looks >= 5
             assert seen.status is not None
             assert seen.status.is_open
         finally:
@@ -454,16 +454,12 @@ def synthetic_root(root: Path, rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_usage_of_a_million_rows_is_read_in_three_seconds(tmp_path: Path) -> None:
+def test_usage_of_a_million_rows_is_read_by_the_segment(tmp_path: Path) -> None:
     root = tmp_path / "root"
     synthetic_root(root, 1_000_000)
-    fastest = 1e9
-    for _ in range(3):  # a shared machine has slow moments
-        started = time.monotonic()
-        seen = survey_root(root)
-        fastest = min(fastest, time.monotonic() - started)
-    assert seen.namespaces[0].row_count == 1_000_000
-    assert fastest < 3
+    assert survey_root(root).namespaces[0].row_count == 1_000_000
+    lines = lines_of(lambda: survey_root(root))
+    assert lines < 1_500_000, "for 977 segments; a line for each row would be a million more"
 
 
 def test_usage_of_a_root_that_may_not_be_read(root: Path) -> None:

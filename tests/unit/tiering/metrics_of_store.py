@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from storage.testing.harness import FaultyHarness
 from storage.testing.rows import aligned_rows, bytes_on_disk, filled_rows, key_of, soft_row_of
 from storage.types import RowKey, RowOutcome
 from tests.unit.service.test_client_alone import Clock, PlayedStore
+from tests.unit.storage.waiting import played_deadlines, wait_until
 from tests.unit.tiering.metrics_truth import Between, History, Observation, by_label, of_disk
 from tiering import metrics
 from tiering.metrics import Sample, StoreFigures, collect_store
@@ -37,7 +38,7 @@ ROW = 4096
 K = [key_of(number) for number in range(200)]
 OK, CORRUPT = RowOutcome.OK, RowOutcome.CORRUPT
 CHECKSUM_BYTES = 4  # behind each frame
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 60.0
 _READ = {
     RowOutcome.OK: "ok",
     RowOutcome.MISSING: "missing",
@@ -66,13 +67,6 @@ def damage(harness: StoreHarness, key: RowKey) -> None:
     with segment_path(harness.rows.directory, place.segment).open("r+b") as file:
         file.seek(harness.rows.geometry.row_offset(place.slot) + 100)
         file.write(b"damage")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @contextlib.contextmanager
@@ -203,12 +197,13 @@ def a_disk_that_fails(path: Path) -> Observation:
 
 def a_disk_that_hangs(path: Path) -> Observation:
     """Its one thread is caught by a read, so that the next one can't begin; then by a write."""
-    with opened(path, io_threads=1, read_timeout_s=0.05, write_timeout_s=0.05) as harness:
+    with played_deadlines() as deadlines, opened(path, io_threads=1) as harness:
         written = Counter(harness.write(K[:3]))
         reads: Counter[str] = Counter()
         for op in ("preadv", "pwritev"):
             gate, reached = threading.Event(), threading.Event()
             fault = harness.faulty.add(Wait(gate, reached), op)
+            passing = deadlines.pass_once(reached)
             if op == "preadv":
                 reads += read_by_outcome(harness, K[:2])
                 reads["expired"] += [outcome for outcome, _ in harness.read(K[2:3])].count(
@@ -216,6 +211,7 @@ def a_disk_that_hangs(path: Path) -> Observation:
                 )
             else:
                 written += Counter(harness.write(K[5:7]))
+            passing.join()
             harness.faulty.faults.remove(fault)
             gate.set()
             wait_until(lambda: harness.rows.pin_count == harness.rows.writing_count == 0)
@@ -517,7 +513,7 @@ def played_client(path: Path, store: PlayedStore, clock: Clock) -> StoreClient:
         clock,
     )
     os.close(fd)
-    client.connect(5.0)
+    client.connect(60.0)
     return client
 
 

@@ -14,7 +14,7 @@ import pytest
 from tiering.copy_queue import CopyFailed, CopyQueue
 from tiering.worker import Copied
 
-HANG_S = 20.0
+HANG_S = 60.0
 
 
 @pytest.fixture

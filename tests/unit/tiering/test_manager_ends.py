@@ -174,7 +174,7 @@ def test_no_call_waits_for_a_store_that_does_not_listen() -> None:
     options = StoreOptions(Path("/nowhere"), 1 << 20)
     client = StoreClient(options, Identity("model", {}), RegionRows(fd, 0, 4096, 4096), deaf.spawn)
     os.close(fd)
-    client.connect(5.0)
+    client.connect(60.0)
     manager = TieringManager(PrimaryTier(4096), {"disk": client})
     for number in range(3000):
         lookups(manager, f"r{number}", number % 50)

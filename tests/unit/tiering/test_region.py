@@ -65,7 +65,7 @@ def test_a_rank_may_come_before_the_region(memory_path: Path) -> None:
     )
     thread.start()
     made = Region.create("e", layout(2), 8192, directory=memory_path)
-    thread.join(10)
+    thread.join(60)
     assert found[0].row_count == made.row_count
     found[0].close()
     made.close()
@@ -190,12 +190,12 @@ def test_ranks_of_a_pipeline_tell_rank_0_their_layers(memory_path: Path) -> None
 
     def rank_main(rank: int) -> None:
         with announce_layers("e", rank, stages[rank], directory=memory_path):
-            attached.wait(10)
+            attached.wait(60)
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in stages]
     for thread in threads:
         thread.start()
-    assert collect_layers("e", [1, 2], directory=memory_path, timeout_s=10) == stages
+    assert collect_layers("e", [1, 2], directory=memory_path, timeout_s=60) == stages
     remove_dead_regions(memory_path)
     assert len(list(memory_path.iterdir())) == 2, "those of living ranks stay"
     attached.set()
@@ -221,5 +221,5 @@ def test_what_a_killed_rank_announced_is_removed(memory_path: Path) -> None:
     context.__exit__(None, None, None)
     path.write_bytes(kept)
     with announce_layers("e", 1, in_group(0, LayerFacts("b", 2)), directory=memory_path):
-        found = collect_layers("e", [1], directory=memory_path, timeout_s=5)
+        found = collect_layers("e", [1], directory=memory_path, timeout_s=60)
     assert found == {1: in_group(0, LayerFacts("b", 2))}
