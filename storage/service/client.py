@@ -165,9 +165,14 @@ class StoreClient:
     def connect(self, timeout_s: float) -> None:
         """Start the store process and wait until its index is here.  May block: for start-up only.
 
-        Raises `StoreRefused` with the reason, or `TimeoutError`; then the process is gone.
+        A disk that has not been opened after `timeout_s` is a miss until it has been.  Raises
+        `StoreRefused` with the reason; then the process is gone.
         """
-        self._start()
+        try:
+            self._start()
+        except OSError as exc:
+            self.close()
+            raise StoreRefused(f"store process not started: {exc}") from exc
         deadline = self._now() + timeout_s
         while not self._ready:
             if self._connection is None or self._refusal is not None:
@@ -176,8 +181,13 @@ class StoreClient:
                 raise StoreRefused(reason)
             left = deadline - self._now()
             if left <= 0:
-                self.close()
-                raise TimeoutError(f"the store process did not open its root in {timeout_s:g} s")
+                log.warning(
+                    "store process %s has not opened %s in %g s; the disk tier misses until it has",
+                    self.store_pid,
+                    self._options.root,
+                    timeout_s,
+                )
+                return
             select.select([self._connection], [], [], left)
             self._receive()
 
@@ -393,8 +403,12 @@ class StoreClient:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            self._process = self._spawn(theirs)
+        try:
+            with theirs:
+                self._process = self._spawn(theirs)
+        except OSError:
+            ours.close()
+            raise
         attach = Attach(
             protocol_version=messages.PROTOCOL_VERSION,
             options=self._options,

@@ -32,7 +32,7 @@ from tiering.vllm.worker import make_worker
 
 log = logging.getLogger("kvtier.vllm")
 
-_CONNECT_TIMEOUT_S = 120.0  # for reading the headers of a large store after a crash
+_CONNECT_TIMEOUT_S = 60.0  # for the headers of a large store; then the engine goes on without
 
 
 class RankReport(NamedTuple):

@@ -43,7 +43,7 @@ log = logging.getLogger("kvtier.vllm")
 
 ROW_FORMAT = "vllm 1"  # of vLLM's rows; raised if the bytes of a row come to mean something else
 
-_CONNECT_TIMEOUT_S = 120.0  # for reading the headers of a large store after a crash
+_CONNECT_TIMEOUT_S = 60.0  # for the headers of a large store; then the engine goes on without
 _LATE_S = 10.0  # how late on a busy machine a store may be with what its deadlines promise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -252,6 +253,52 @@ def test_after_a_clear_nothing_waits_and_the_next_process_is_no_failure(
     assert client.restarts == 0
     client.poll()
     assert client.is_up
+
+
+class SlowStore(PlayedStore):
+    """Says nothing at its start."""
+
+    def say(self, *replies: Reply) -> None:
+        if Ready() not in replies:
+            super().say(*replies)
+
+    def is_open(self) -> None:
+        super().say(Published([KEY]), Ready())
+
+
+def test_a_disk_that_is_not_opened_in_time_is_a_miss_until_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = SlowStore()
+    fd = os.memfd_create("region")
+    rows = RegionRows(fd, 4096, 4096, 8)
+    client = StoreClient(StoreOptions(Path("/slow"), 1 << 20), Identity("m", {}), rows, store.spawn)
+    client.connect(0.05)
+    assert "has not opened /slow" in caplog.text
+    assert (client.is_up, len(client)) == (False, 0)
+    client.read([KEY], [0])
+    assert [job.outcomes for job in client.poll()] == [[RowOutcome.FAILED]]
+    store.is_open()
+    client.poll()
+    assert client.is_up
+    assert KEY in client
+    assert (store.starts, client.restarts) == (1, 0)
+    store.has_ended = True
+    store.hang_up()
+    client.close()
+    os.close(fd)
+
+
+def test_a_process_that_cannot_be_started_is_refused_by_name() -> None:
+    def spawn(connection: socket.socket) -> subprocess.Popen[bytes]:  # noqa: ARG001
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    fd = os.memfd_create("region")
+    rows = RegionRows(fd, 4096, 4096, 8)
+    client = StoreClient(StoreOptions(Path("/x"), 1 << 20), Identity("m", {}), rows, spawn)
+    with pytest.raises(StoreRefused, match=r"^store process not started: .*Resource temporarily"):
+        client.connect(5.0)
+    os.close(fd)
 
 
 def test_a_store_that_dies_soon_each_time_is_started_less_and_less_often(
