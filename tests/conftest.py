@@ -4,6 +4,7 @@ is best, since that is the store's usual way."""
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +20,15 @@ from storage.device import LocalDevice, supports_direct
 
 # Servers of tests are on this machine: a proxy of the environment has no business with them.
 os.environ.update(NO_PROXY="127.0.0.1,localhost", no_proxy="127.0.0.1,localhost")
+# Programs write as into a file, whatever the terminal or the service that runs the tests is.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS"):
+    os.environ.pop(_name, None)
+
+# The largest store of a test has 600 segments, each an open file.
+_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+_files = 1024 if _hard == resource.RLIM_INFINITY else min(1024, _hard)
+if _soft != resource.RLIM_INFINITY and _soft < _files:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_files, _hard))
 
 settings.register_profile(
     "kvtier",
@@ -60,7 +70,10 @@ def mount() -> Iterator[Callable[..., Path]]:
     scratch = Path(tempfile.mkdtemp(prefix="kvtier-test-disk-", dir="/var/tmp"))
 
     def run(*command: str) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except FileNotFoundError:
+            pytest.skip(f"there is no {command[0]}")
         if done.returncode:
             pytest.skip(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -316,6 +317,9 @@ def test_the_least_budget_is_one_row_and_less_is_an_error(
 @pytest.mark.parametrize("segments", [4, 5, 9, 37, 600])
 def test_a_root_holds_what_its_budget_says(memory_path: Path, segments: int) -> None:
     """Room for n segments of 4 rows is room for 4 n rows, whatever n."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < segments + 256:
+        pytest.skip(f"{files} open files are too few")
     options = options_for(memory_path / "root", 4096, 4 * segments)
     with DiskStore.open(options) as store:
         rows = store.open_rows(Identity("m", {}), 4096)
