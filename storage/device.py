@@ -78,6 +78,11 @@ class Device(Protocol):
         """Whether the open file still has a name: False once somebody removed it."""
         ...
 
+    def leads_to(self, path: Path, fd: int) -> bool:
+        """Whether `path` still names the open directory: False once it was removed or moved, or a
+        file system was mounted over it, or unmounted with it."""
+        ...
+
     def space(self, path: Path) -> SpaceStat: ...
 
     def list(self, path: Path) -> list[str]:
@@ -165,6 +170,13 @@ class LocalDevice:
     def is_linked(self, fd: int) -> bool:
         with _translated("fstat", self._path(fd)):
             return os.fstat(fd).st_nlink > 0
+
+    def leads_to(self, path: Path, fd: int) -> bool:
+        with _translated("stat", path):
+            try:
+                return os.path.samestat(os.stat(path), os.fstat(fd))
+            except FileNotFoundError:
+                return False
 
     def space(self, path: Path) -> SpaceStat:
         with _translated("statvfs", path):

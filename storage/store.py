@@ -297,10 +297,11 @@ class DiskStore:
         return False
 
     def has_root(self) -> bool:
-        """Whether the root is still there, as far as the disk says.  Once somebody removed it
-        nothing more is made: what may stand in its place is not locked, and may be another's."""
+        """Whether the root is still there, as far as the disk says.  Once somebody removed, moved
+        or unmounted it nothing more is made: what stands in its place is not locked, may be
+        another's, and be on another disk."""
         try:
-            return self.device.is_linked(self._lock_fd)
+            return self.device.leads_to(self.root, self._lock_fd)
         except DeviceError:
             return True
 

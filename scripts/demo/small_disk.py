@@ -16,7 +16,7 @@ from typing import NamedTuple
 from storage.errors import StorageError
 
 _COMMAND_TIMEOUT_S = 60.0
-_BUSY_TIMEOUT_S = 10.0  # for processes that still end their I/O
+_BUSY_TIMEOUT_S = 60.0  # for processes that still end their I/O
 
 
 class DiskUnavailable(StorageError):

@@ -247,6 +247,10 @@ class FaultyDevice:
         self._strike("is_linked", self._path(fd))
         return self._device.is_linked(fd)
 
+    def leads_to(self, path: Path, fd: int) -> bool:
+        self._strike("leads_to", path)
+        return self._device.leads_to(path, fd)
+
     def space(self, path: Path) -> SpaceStat:
         self._strike("space", path)
         return self._device.space(path)

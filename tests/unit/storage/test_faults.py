@@ -581,19 +581,29 @@ def test_a_bug_in_a_part_holds_nothing(
         harness.check(set(KEYS[:4]))
 
 
-def test_nothing_is_made_in_a_root_that_somebody_removed_and_made_again(
-    harness: FaultyHarness,
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_nothing_is_made_in_a_root_that_somebody_took_away_and_made_again(
+    harness: FaultyHarness, is_moved: bool
 ) -> None:
-    """The lock is of the directory that is gone; the one of its name may be another's."""
+    """The lock is of the directory that is gone; the one of its name may be another's.  A file
+    system that is unmounted from a running store, as `umount -l` does, is moved away too."""
     harness.write(KEYS[:4])
     root = harness.options.root
-    shutil.rmtree(root)
+    if is_moved:
+        root.rename(root.with_name("moved"))
+    else:
+        shutil.rmtree(root)
+    assert not harness.store.has_root()
     root.mkdir()
     assert not harness.store.has_root()
     harness.store.maintain()
-    assert harness.keys() == set()
-    assert harness.write([KEYS[9]]) != [OK]
+    assert harness.keys() == (set(KEYS[:4]) if is_moved else set())
+    outcomes = [harness.write([key])[0] for key in KEYS[9:20]]
+    assert is_moved or OK not in outcomes, "a segment that is open is the root's, where it is now"
     assert "find" in harness.store.usage().state_reason
+    harness.store.write_status()
+    assert list(root.iterdir()) == []
+    harness.store.close()
     assert list(root.iterdir()) == []
     with DiskStore.open(harness.options) as other:
         assert other.has_root()
