@@ -1,6 +1,6 @@
 """CopyWorker: moves blocks between CPU tensors and the region, for one rank.
 
-Engine-neutral.  Blocks move in runs, as `even_runs` finds them, and with them all layers of a group
+Engine-neutral.  Blocks move in runs, as `runs_of` finds them, and with them all layers of a group
 whose pages stand evenly apart, as those of one allocation do: one strided copy, in C, in the
 caller's thread alone, that gives up the interpreter lock for as long as it takes.  Small blocks in
 no order are gathered first, all at once.
@@ -18,11 +18,13 @@ import torch
 
 from tiering.region import Region
 from tiering.rows import LayerRow
-from tiering.runs import Pages, even_runs
+from tiering.runs import Pages, Run, runs_of
 
 _RUN_BYTES_MIN = (
     16 << 10
 )  # on average; below, what a copy costs to begin is more than copying twice
+_LINE_BYTES = 64
+_ODD_BYTES_MIN = 4096  # memmove of pieces from here on is slow between places unlike modulo a line
 
 Ids = npt.NDArray[np.integer]
 Bytes = npt.NDArray[np.uint8]
@@ -93,11 +95,20 @@ class _Stack(NamedTuple):
     row: LayerRow  # of any of them: they have the same writers
     device: Bytes
     rows: Bytes
+    is_odd: bool
+    """Pieces stand unlike modulo a line on the device and in rows, and are not small."""
 
     @property
     def page_bytes(self) -> int:
         """The content of one block."""
         return int(self.device[0].size)
+
+    def copy(self, to: Bytes, of: Bytes) -> None:
+        """Between pages and rows of this stack."""
+        if self.is_odd:
+            np.positive(of, out=to)  # a vector loop
+        else:
+            np.copyto(to, of)  # memmove of each piece
 
 
 class CopyWorker:
@@ -136,28 +147,21 @@ class CopyWorker:
         device_step, row_step = _steps(layers[0], layers[-1], len(layers) - 1)
         page_piece = first.row.page_bytes // first.stretches
         inner = (len(layers), first.stretches, first.width // first.stretches)
-        device = torch.tensor([], dtype=torch.uint8).set_(first.storage)
-        return _Stack(
-            first.row,
-            np.lib.stride_tricks.as_strided(
-                device.numpy()[first.device_offset :],
-                (first.page_count, *inner),
-                (first.device_stride, device_step, page_piece, 1),
-            ),
-            np.lib.stride_tricks.as_strided(
-                np.frombuffer(self._region.mapping, np.uint8, offset=self._region.rows_offset)[
-                    first.row_offset :
-                ],
-                (self._region.row_count, layout.blocks_per_chunk, *inner),
-                (
-                    layout.row_bytes,
-                    first.row.block_bytes,
-                    row_step,
-                    first.row.shards * page_piece,
-                    1,
-                ),
-            ),
+        device = np.lib.stride_tricks.as_strided(
+            torch.tensor([], dtype=torch.uint8).set_(first.storage).numpy()[first.device_offset :],
+            (first.page_count, *inner),
+            (first.device_stride, device_step, page_piece, 1),
         )
+        rows = np.lib.stride_tricks.as_strided(
+            np.frombuffer(self._region.mapping, np.uint8, offset=self._region.rows_offset)[
+                first.row_offset :
+            ],
+            (self._region.row_count, layout.blocks_per_chunk, *inner),
+            (layout.row_bytes, first.row.block_bytes, row_step, first.row.shards * page_piece, 1),
+        )
+        apart = (device.ctypes.data - rows.ctypes.data, *device.strides[:-1], *rows.strides[:-1])
+        is_odd = inner[-1] >= _ODD_BYTES_MIN and any(step % _LINE_BYTES for step in apart)
+        return _Stack(first.row, device, rows, is_odd)
 
     def store(self, runs: Sequence[BlockRun]) -> Copied:
         """Copy blocks to the region: of each page, only if this rank is its writer."""
@@ -179,26 +183,13 @@ class CopyWorker:
             slots = np.asarray(run.slots, np.int64)[blocks // blocks_per_chunk]
             pages = Pages(np.asarray(run.block_ids, np.int64), slots, blocks % blocks_per_chunk)
             self._check(pages, stacks)
-            for stack in stacks:
-                own = self._own_pages(stack.row, pages) if is_store else pages
-                self._copy_pages(stack, own, is_store=is_store)
-                moved += len(own.block_ids) * stack.page_bytes
+            if not is_store:
+                moved += _copy_pages(stacks, pages, is_store=False)
+                continue
+            for alike in _by_writers(stacks):
+                own = self._own_pages(alike[0].row, pages)
+                moved += _copy_pages(alike, own, is_store=True)
         return Copied(moved, time.perf_counter() - started)
-
-    @staticmethod
-    def _copy_pages(stack: _Stack, pages: Pages, *, is_store: bool) -> None:
-        size = len(pages.block_ids) * stack.page_bytes
-        runs = even_runs(pages, max(1, size // _RUN_BYTES_MIN))
-        if runs is None and is_store:
-            stack.rows[pages.slots, pages.blocks] = stack.device[pages.block_ids]
-        elif runs is None:
-            stack.device[pages.block_ids] = stack.rows[pages.slots, pages.blocks]
-        for run in runs or ():
-            device, rows = stack.device[run.block_ids], stack.rows[run.slots, run.blocks]
-            if is_store:
-                np.copyto(rows, device)
-            else:
-                np.copyto(device, rows)
 
     def _check(self, pages: Pages, stacks: Sequence[_Stack]) -> None:
         """Raises `IndexError`: a slice takes what is out of range without a word."""
@@ -221,6 +212,43 @@ class CopyWorker:
         """Drop every view of the region and unmap it."""
         self._groups.clear()
         self._region.close()
+
+
+def _by_writers(stacks: Sequence[_Stack]) -> list[list[_Stack]]:
+    """Those together whose pages have the same writers."""
+    found: dict[tuple[int, int], list[_Stack]] = {}
+    for stack in stacks:
+        found.setdefault((stack.row.replicas, stack.row.first_rank), []).append(stack)
+    return list(found.values())
+
+
+def _copy_pages(stacks: Sequence[_Stack], pages: Pages, *, is_store: bool) -> int:
+    """Returns the bytes moved."""
+    size = len(pages.block_ids) * sum(stack.page_bytes for stack in stacks)
+    runs = runs_of(pages, max(1, size // _RUN_BYTES_MIN), uneven=not is_store)
+    for run in runs or ():
+        for stack in stacks:
+            _copy_run(stack, run, is_store=is_store)
+    if runs is None:
+        for stack in stacks:
+            if is_store:
+                stack.rows[pages.slots, pages.blocks] = stack.device[pages.block_ids]
+            else:
+                stack.device[pages.block_ids] = stack.rows[pages.slots, pages.blocks]
+    return size
+
+
+def _copy_run(stack: _Stack, run: Run, *, is_store: bool) -> None:
+    rows, ids = stack.rows[run.slots, run.blocks], run.block_ids
+    if not isinstance(ids, slice):
+        # A layer's blocks, then the next layer's, as they stand in the row.  A store would gather.
+        assert not is_store
+        layers = np.arange(stack.device.shape[1])[:, np.newaxis]
+        stack.device[ids, layers] = rows.swapaxes(0, 1)
+    elif is_store:
+        stack.copy(rows, stack.device[ids])
+    else:
+        stack.copy(stack.device[ids], rows)
 
 
 def _check_pages(tensor: torch.Tensor, row: LayerRow) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tiering import worker as worker_module
 from tiering.region import Region
 from tiering.rows import GroupLayer, RowLayout
-from tiering.runs import Pages, even_runs
+from tiering.runs import Pages, runs_of
 from tiering.topology import KvHeads, LayerFacts, Parallelism
 from tiering.worker import BlockRun, CopyWorker, LayerPages
 
@@ -349,7 +349,11 @@ def placed(pages: Sequence[int], how: str) -> list[torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("run_bytes_min", [1, 1 << 30], ids=["in runs", "gathered"])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"_RUN_BYTES_MIN": 1}, {"_RUN_BYTES_MIN": 1, "_ODD_BYTES_MIN": 1}],
+    ids=["gathered", "in runs", "in runs, odd"],
+)
 @given(
     block_jobs(),
     st.sampled_from(["layer by layer", "block by block", "apart"]),
@@ -359,13 +363,14 @@ def placed(pages: Sequence[int], how: str) -> list[torch.Tensor]:
 def test_any_pattern_of_blocks_moves_as_page_by_page(
     memory_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    run_bytes_min: int,
+    limits: dict[str, int],
     job: Job,
     how: str,
     tp: int,
     kinds: list[int],
 ) -> None:
-    monkeypatch.setattr(worker_module, "_RUN_BYTES_MIN", run_bytes_min)
+    for name, value in {"_RUN_BYTES_MIN": 1 << 30, **limits}.items():
+        monkeypatch.setattr(worker_module, name, value)
     layers = [msgspec.structs.replace(MIXED[k], name=f"{i}") for i, k in enumerate(kinds)]
     layout = RowLayout.of(layers, Parallelism(tp=tp, world_size=tp), job.blocks_per_chunk)
     region = Region.create("e", layout, 4096 + SLOTS * layout.row_bytes, directory=memory_path)
@@ -437,13 +442,13 @@ def test_ids_that_are_out_of_range_are_an_error(directory: Path) -> None:
     ranks.close()
 
 
-@given(block_jobs())
-def test_runs_are_the_pages_in_order(job: Job) -> None:
+@given(block_jobs(), st.booleans())
+def test_runs_are_the_pages_in_order(job: Job, uneven: bool) -> None:
     positions = job.run.first_block % job.blocks_per_chunk + np.arange(len(job.run.block_ids))
     chunks, blocks = np.divmod(positions, job.blocks_per_chunk)
     pages = Pages(job.run.block_ids, job.run.slots[chunks].astype(np.int64), blocks)
     device, rows = np.arange(BLOCKS), np.arange(SLOTS * 4).reshape(SLOTS, 4)
-    runs = even_runs(pages, len(blocks))
+    runs = runs_of(pages, len(blocks), uneven=uneven)
     assert runs is not None, "one a page is enough"
     found = [
         place
@@ -451,5 +456,34 @@ def test_runs_are_the_pages_in_order(job: Job) -> None:
         for place in zip(device[part.block_ids], rows[part.slots, part.blocks], strict=True)
     ]
     assert found == list(zip(pages.block_ids, rows[pages.slots, pages.blocks], strict=True))
-    assert even_runs(pages, len(runs)) == runs
-    assert even_runs(pages, len(runs) - 1) is None
+    assert uneven or all(isinstance(part.block_ids, slice) for part in runs)
+    assert str(runs_of(pages, len(runs), uneven=uneven)) == str(runs)
+    assert runs_of(pages, len(runs) - 1, uneven=uneven) is None
+
+
+def pages_of(ids: Sequence[int], blocks_per_chunk: int) -> Pages:
+    """In slots 0, 5, 3 and so on: of two chunks in even steps, of three not."""
+    chunks, blocks = np.divmod(np.arange(len(ids)), blocks_per_chunk)
+    return Pages(np.array(ids), np.array([0, 5, 3, 4, 2])[chunks], blocks)
+
+
+def test_two_blocks_of_two_chunks_are_no_run() -> None:
+    alone = runs_of(pages_of([7, 3], 1), 2, uneven=True)
+    assert alone is not None
+    assert [run.slots for run in alone] == [0, 5]
+
+
+def test_blocks_of_a_chunk_in_no_order_are_one_run_of_a_load_and_pairs_of_a_store() -> None:
+    pages = pages_of([7, 3, 9, 1, 4, 5, 6, 7], 4)
+    load, store = (runs_of(pages, 8, uneven=uneven) for uneven in (True, False))
+    assert load is not None
+    assert store is not None
+    first, second = load
+    assert isinstance(first.block_ids, np.ndarray)
+    assert first.block_ids.tolist() == [7, 3, 9, 1]
+    assert second.block_ids == slice(4, 8, 1)
+    assert [(run.block_ids, run.blocks) for run in store] == [
+        (slice(7, None, -4), slice(0, 2, 1)),
+        (slice(9, None, -8), slice(2, 4, 1)),
+        (slice(4, 8, 1), slice(0, 4, 1)),
+    ]
