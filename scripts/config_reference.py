@@ -34,7 +34,9 @@ kvtier is configured where vLLM takes its connector: in `--kv-transfer-config`, 
 ```
 
 Sizes are bytes, or text with a unit: `"500GB"` and `"500G"` are 500 x 10^9 bytes, `"500GiB"` is
-500 x 2^30. A setting that is unknown, of another type or that can't work is one line at start,
+500 x 2^30. As dotted flags (`--kv-transfer-config.kv_connector_extra_config.disk.root PATH`) or in
+the file of `--config` they mean the same, but that vLLM itself reads a dotted `500G` as 500 x 2^30.
+A setting that is unknown, of another type or that can't work is one line at start,
 which names it and what was expected, before anything is changed.
 """
 

@@ -156,6 +156,8 @@ def plan(
                 expected = "--block-size with it, which this preset does not know"
                 raise ConfigError(option, expected, str(value))
     disk_bytes = parse_size(disk, "--disk") if disk is not None else None
+    if disk_bytes is not None and not size.disk_rows(budget_of(disk_bytes)):
+        raise ConfigError("--disk", f"room for one row at least, of {size.row_bytes} bytes", disk)
     token_count = _count(tokens, "--tokens")
     replayed = read_trace(trace) if trace is not None else None
     curve = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from storage.errors import ConfigError
 from tiering.config import DISK_TIER, Config, refuse_shared_root
@@ -15,6 +19,7 @@ from tiering.tier_config import check_tiers
 log = logging.getLogger("kvtier.vllm")
 
 _EXTRA = "kv_connector_extra_config"
+_TRANSFER = "--kv-transfer-config"
 
 # With one of these, some engines of `--data-parallel-size` may be elsewhere.
 _SEVERAL_NODES = (
@@ -46,17 +51,12 @@ def register() -> None:
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Check kvtier's settings in a `vllm` command line, if they are there as one JSON value.
+    """Check kvtier's settings in a `vllm` command line: as one JSON value, as dotted flags, or in
+    the file of `--config`.
 
-    Raises `ConfigError`.  What is not for kvtier, or not JSON, is left to vLLM.
+    Raises `ConfigError`.  What is not for kvtier, or can't be read, is left to vLLM.
     """
-    for value in _values(arguments, "--kv-transfer-config"):
-        try:
-            config: Any = json.loads(value)
-        except ValueError:
-            continue
-        if not isinstance(config, dict):
-            continue
+    for config in _transfer_configs(arguments):
         raw = config.get("kv_connector_extra_config") or {}
         if not isinstance(raw, dict):
             continue
@@ -66,6 +66,45 @@ def check_command_line(arguments: Sequence[str]) -> None:
         elif isinstance(raw.get("secondary_tiers"), list):
             engines = _engines_of_this_node(arguments)
             check_tiers(raw["secondary_tiers"], f"{_EXTRA}.secondary_tiers", engines=engines)
+
+
+def _transfer_configs(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    values: list[Any] = list(_values(arguments, _TRANSFER))
+    for path in _values(arguments, "--config"):
+        with contextlib.suppress(OSError, ValueError, ImportError):  # vLLM will say
+            whole = msgspec.yaml.decode(Path(path).read_bytes(), type=dict[str, Any])
+            values += [value for key, value in whole.items() if _dashed(f"--{key}") == _TRANSFER]
+    values.append(_dotted(arguments))
+    for value in values:
+        config = value
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                config = json.loads(value)
+        if isinstance(config, dict):
+            yield config
+
+
+def _dotted(arguments: Sequence[str]) -> dict[str, Any]:
+    """What flags such as `--kv-transfer-config.kv_connector_extra_config.disk.root PATH` add up to;
+    of two for the same the last counts."""
+    found: dict[str, Any] = {}
+    for position, argument in enumerate(arguments):
+        flag, is_joined, value = argument.partition("=")
+        first, *keys = flag.split(".")
+        if not keys or _dashed(first) != _TRANSFER:
+            continue
+        if not is_joined:
+            value = arguments[position + 1] if position + 1 < len(arguments) else ""
+        inside = found
+        for key in keys[:-1]:
+            inside = inside.setdefault(key, {})
+            if not isinstance(inside, dict):
+                return {}  # one flag for the whole, another for a part: vLLM's affair
+        try:
+            inside[keys[-1]] = json.loads(value)
+        except ValueError:
+            inside[keys[-1]] = value
+    return found
 
 
 def _engines_of_this_node(arguments: Sequence[str]) -> int:
@@ -81,13 +120,16 @@ def _values(arguments: Sequence[str], *flags: str) -> list[str]:
     found = []
     for position, argument in enumerate(arguments):
         flag, is_joined, value = argument.partition("=")
-        if flag.startswith("--"):
-            flag = flag.replace("_", "-")
-        if flag in flags:
+        if _dashed(flag) in flags:
             if not is_joined:
                 value = arguments[position + 1] if position + 1 < len(arguments) else ""
             found.append(value)
     return found
+
+
+def _dashed(flag: str) -> str:
+    """As vLLM reads a flag: `--kv_role` is `--kv-role`."""
+    return flag.replace("_", "-") if flag.startswith("--") else flag
 
 
 def configure_logging() -> None:

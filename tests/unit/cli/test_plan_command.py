@@ -45,6 +45,14 @@ def test_plan_prints_a_table_and_a_configuration_that_works(
     assert config.region_bytes == 5 << 30
 
 
+def test_plan_has_no_configuration_for_a_disk_that_holds_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*FLASH, "--disk", "1MB"]) == 2
+    assert "--disk: expected room for one row at least" in capsys.readouterr().err
+    assert plan(capsys, *FLASH, "--disk", "20MB")["budget_bytes"] < 20e6
+
+
 @pytest.mark.parametrize(
     ("preset", "tp", "rows"),
     [

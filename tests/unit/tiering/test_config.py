@@ -39,6 +39,7 @@ def _with(disk: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
     return {**GOOD, "disk": {**GOOD["disk"], **(disk or {})}, **top}
 
 
+_EXTRA = "kv_connector_extra_config"
 FS = {"type": "fs", "root_dir": "/fs"}
 TIER = {"type": "disk", "root": "/a", "budget": "1GB", "backpressure": {}}
 
@@ -94,6 +95,33 @@ def test_our_tier_is_checked_on_the_command_line() -> None:
         check_command_line(_command_line([TIER, TIER]))
     with pytest.raises(ConfigError, match=place + ".root: .* 2 data-parallel engines"):
         check_command_line(_command_line([FS, TIER], "--data-parallel-size", "2"))
+
+
+def test_settings_are_checked_wherever_a_command_line_has_them(tmp_path: Path) -> None:
+    place = r"^kv_connector_extra_config.disk.budget: expected .*, got '10XB'$"
+    config = {"kv_connector": "KvtierConnector", _EXTRA: _with({"budget": "10XB"})}
+    flags = ["--kv-transfer-config.kv_connector=KvtierConnector"]
+    flags += [f"--kv_transfer_config.{_EXTRA}.cpu_bytes_to_use", "1GiB"]
+    flags += [f"--kv-transfer-config.{_EXTRA}.disk.root", "/a"]
+    budget = f"--kv-transfer-config.{_EXTRA}.disk.budget"
+    check_command_line([*flags, budget, "4000000"])
+    with pytest.raises(ConfigError, match=place):
+        check_command_line([*flags, f"{budget}=10XB"])
+    path = tmp_path / "vllm.yaml"
+    for written in (config, json.dumps(config)):
+        path.write_text(json.dumps({"port": 1, "kv-transfer-config": written}))
+        with pytest.raises(ConfigError, match=place):
+            check_command_line(["vllm", "serve", "--config", str(path)])
+
+
+@pytest.mark.parametrize("text", ["", "[", "- 3", "kv-transfer-config: 3", None])
+def test_a_file_that_cannot_be_read_is_vllms_affair(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "vllm.yaml"
+    if text is not None:
+        path.write_text(text)
+    check_command_line(["vllm", "--config", str(path), "--kv-transfer-config.kv_connector"])
+    whole = ["--kv-transfer-config.kv_connector", "x", "--kv-transfer-config.kv_connector.y", "1"]
+    check_command_line(whole)
 
 
 def _roots(*roots: tuple[str, str]) -> dict[str, Any]:
