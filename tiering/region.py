@@ -124,9 +124,11 @@ class Region:
         except BaseException as exc:
             path.unlink(missing_ok=True)
             os.close(fd)
-            if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+            if not isinstance(exc, OSError):
+                raise
+            if exc.errno == errno.ENOSPC:
                 raise _too_large(file_bytes, directory, size_field) from exc
-            raise
+            raise _refused(path, exc) from exc
         log.info("made %s: %d rows, %s", path, row_count, format_size(file_bytes))
         return region
 
@@ -155,8 +157,10 @@ class Region:
             if rank is not None:
                 assert 0 <= rank < region.layout.ranks, rank
                 os.pwrite(fd, b"\1", _RANKS_OFFSET + rank)
-        except BaseException:
+        except BaseException as exc:
             os.close(fd)
+            if isinstance(exc, OSError):
+                raise _refused(path, exc) from exc
             raise
         return region
 
@@ -269,6 +273,8 @@ def _create_locked(path: Path) -> int:
             raise RegionError(
                 f"{path} belongs to a running engine; give each engine an engine_id of its own"
             ) from None
+        except OSError as exc:
+            raise _refused(path, exc) from exc
         fcntl.flock(fd, fcntl.LOCK_SH)
         if os.fstat(fd).st_nlink:
             return fd
@@ -297,10 +303,19 @@ def _open_made(path: Path, timeout_s: float) -> int:
                     "runs on another node"
                 )
             time.sleep(_POLL_S)
-    except BaseException:
+    except BaseException as exc:
         if fd >= 0:
             os.close(fd)
+        if isinstance(exc, OSError):
+            raise _refused(path, exc) from exc
         raise
+
+
+def _refused(path: Path, exc: OSError) -> RegionError:
+    return RegionError(
+        f"{path}: {exc.strerror}; expected shared memory at {path.parent} that this user may write "
+        "and map"
+    )
 
 
 def _available(directory: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -50,6 +51,33 @@ def test_everyone_sees_the_same_bytes_and_a_late_joiner_too(memory_path: Path) -
     assert list(memory_path.iterdir()) == []
     for region in (made, other, late):
         region.close()
+
+
+@pytest.mark.parametrize("directory", ["absent", "file", "of a long name"])
+def test_shared_memory_that_cannot_be_had_is_one_line(memory_path: Path, directory: str) -> None:
+    (memory_path / "file").write_text("")
+    where = memory_path / directory if directory in ("absent", "file") else memory_path
+    engine_id = "e" if where != memory_path else "e" * 300
+    for make in (
+        lambda: Region.create(engine_id, layout(), 40_000, directory=where),
+        lambda: announce_layers(engine_id, 1, {}, directory=where).__enter__(),
+        lambda: Region.attach(engine_id, rank=1, directory=where, timeout_s=0.05),
+    ):
+        with pytest.raises(RegionError, match=r"kvtier-e.*(expected shared|did not appear)"):
+            make()
+
+
+def test_a_region_larger_than_a_file_may_be_is_one_line_and_leaves_nothing(
+    memory_path: Path,
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(RegionError, match="File too large; expected shared memory"):
+            Region.create("e", layout(), 40_000, directory=memory_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(memory_path.iterdir()) == []
 
 
 def test_attaching_never_makes_a_region(memory_path: Path) -> None:
