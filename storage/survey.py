@@ -429,6 +429,7 @@ class _Surveyor:
                 attributes.get("element_bytes", 1),
                 attributes.get("codec", NO_CODEC),
             )
+            is_of_its_name = identity.namespace == found.fingerprint
         except DeviceError as exc:
             if exc.errno == errno.ENOENT:
                 self._find(Trouble.HALF_DELETED, found.directory, f"no {METADATA}")
@@ -436,10 +437,10 @@ class _Surveyor:
                 self._find(Trouble.UNREADABLE, path, str(exc))
         except LayoutMismatch as exc:
             self._find(Trouble.NEWER_FORMAT, path, str(exc))
-        except (StorageError, KeyError, TypeError) as exc:
-            self._find(Trouble.BAD_METADATA, path, str(exc))
+        except (StorageError, KeyError, TypeError, AttributeError, ValueError) as exc:
+            self._find(Trouble.BAD_METADATA, path, str(exc))  # of another type, as a rule
         else:
-            if identity.namespace == found.fingerprint:
+            if is_of_its_name:
                 found.identity = identity
             else:
                 self._find(

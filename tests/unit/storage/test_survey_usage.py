@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -221,6 +222,11 @@ def test_usage_of_damaged_and_newer_metadata(root: Path) -> None:
     whole = path.read_text()
     path.write_text(whole[:-20])
     assert troubles(root) == [Trouble.BAD_METADATA]
+    metadata = json.loads(whole)
+    for name, value in (("model", 3), ("identity", 3), ("codec", [])):
+        ours = {**metadata["attributes"]["kvtier"], name: value}
+        path.write_text(json.dumps({**metadata, "attributes": {"kvtier": ours}}))
+        assert troubles(root) == [Trouble.BAD_METADATA], name
     path.write_text(whole.replace('"plain"', '"other"'))
     assert troubles(root) == [Trouble.BAD_METADATA], "an identity of another namespace"
     path.write_text(whole.replace('"format_version": 1', '"format_version": 99'))
