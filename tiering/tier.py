@@ -198,15 +198,15 @@ class DiskTier:
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended; `poll` returns them afterwards.  False if some did not
         although the store process was killed in the middle of `timeout_s`."""
-        started = time.monotonic()
+        end = time.monotonic() + timeout_s / 2
         ended: list[EndedJob] = []
         is_killed = False
         while self._jobs:
-            waited_s = time.monotonic() - started
-            if waited_s > timeout_s:
-                break
-            if waited_s > timeout_s / 2 and not is_killed:
+            if time.monotonic() > end:
+                if is_killed:
+                    break
                 is_killed = True
+                end = time.monotonic() + timeout_s / 2
                 log.error("transfers did not end: the store process is killed")
                 self._store.abort()
             ended += self.poll()
