@@ -116,7 +116,11 @@ CLASSES: dict[str, tuple[str, ...]] = {
     f"{CONNECTOR}.offloading_connector": ("OffloadingConnector",),
     f"{CONNECTOR}.offloading.common": ("TransferJob",),
     f"{CONNECTOR}.offloading.metrics": ("OffloadPromMetrics", "OffloadingConnectorStats"),
-    f"{CONNECTOR}.offloading.scheduler": ("OffloadingConnectorScheduler",),
+    f"{CONNECTOR}.offloading.scheduler": (
+        "OffloadingConnectorScheduler",
+        "SchedulerOffloadConfig",
+        "GroupOffloadConfig",
+    ),
     f"{CONNECTOR}.offloading.worker": ("OffloadingConnectorWorker",),
     "vllm.v1.kv_cache_interface": (
         "AttentionSpec",
@@ -133,6 +137,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
 CALLED_ONLY: dict[str, frozenset[str]] = {
     "OffloadPromMetrics": frozenset({"__init__", "observe"}),
     "OffloadingConnectorScheduler": frozenset({"__init__"}),
+    "SchedulerOffloadConfig": frozenset(),
+    "GroupOffloadConfig": frozenset(),
     "OffloadingConnectorWorker": frozenset({"__init__", "register_kv_caches"}),
     "CPUOffloadingSpec": frozenset({"__init__"}),
     "TieringOffloadingSpec": frozenset({"__init__", "get_manager"}),

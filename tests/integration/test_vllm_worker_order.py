@@ -114,7 +114,7 @@ def kv_of(tokens: list[int], count: int, weights: int) -> np.ndarray[Any, np.dty
 class Engine:
     """One scheduler and one rank, step by step."""
 
-    def __init__(self, directory: Path, name: str, windowed: bool) -> None:
+    def __init__(self, directory: Path, name: str, windowed: bool, window: int = WINDOW) -> None:
         model = directory / "model"
         model.mkdir(exist_ok=True)
         config = {
@@ -156,7 +156,7 @@ class Engine:
         shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         full = FullAttentionSpec(**shape)
         assert full.page_size_bytes == PAGE_BYTES
-        second = SlidingWindowSpec(**shape, sliding_window=WINDOW) if windowed else full
+        second = SlidingWindowSpec(**shape, sliding_window=window) if windowed else full
         size = 2 * BLOCKS * PAGE_BYTES
         names = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
         groups = [KVCacheGroupSpec([names[0]], full), KVCacheGroupSpec([names[1]], second)]
@@ -176,7 +176,7 @@ class Engine:
         self.pages = memory.numpy().reshape(2, BLOCKS, BLOCK, TOKEN_BYTES)
         self.layers = [[0], [1]] if windowed else [[0, 1]]
         """Which layers a block of each group has."""
-        self.windows = [None, WINDOW] if windowed else [None]
+        self.windows = [None, window] if windowed else [None]
         self.rank = KvtierConnector(settings, KVConnectorRole.WORKER, self.kv_cache_config)
         shaped = memory.view(torch.float32).view(2, BLOCKS, BLOCK, 1, 2, 8)
         self.rank.register_kv_caches(
@@ -332,3 +332,22 @@ def test_no_history_makes_the_model_see_another_byte(
         engine.step()
     engine.close()
     assert min(engine.seen.values()) > 0, engine.seen
+
+
+@pytest.mark.parametrize("window", [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2])
+def test_what_a_window_left_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """However the window lies to the blocks: what vLLM keeps of it is all that was stored."""
+    monkeypatch.setattr(worker_module, "CopyQueue", LateQueue)
+    LateQueue.chance = random.Random(1)
+    engine = Engine(tmp_path, f"window-{window}", True, window)
+    prompt = [position * 7 % 500 for position in range(6 * BLOCK + 5)]
+    for turn in range(2):
+        engine.add(f"r{turn}", prompt, 4)
+        for _ in range(60):
+            engine.step()
+        assert not engine.scheduler.requests
+        engine.scheduler.reset_prefix_cache()
+    engine.close()
+    assert engine.seen["loads"] == 1
