@@ -112,9 +112,18 @@ def _owner_of(device: Device, root: Path) -> str:
     try:
         raw = device.read_file(root / METADATA)
         owner = read_metadata(raw, METADATA)["attributes"]["kvtier"]["owner"]
-        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+        named = f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+        return named + (_parent_of(owner["pid"]) if owner["host"] == socket.gethostname() else "")
     except (StorageError, KeyError, TypeError):
         return "another process"
+
+
+def _parent_of(pid: object) -> str:
+    """Who started an owner on this machine: of a store process its engine, to be stopped."""
+    with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+        parent = psutil.Process(int(str(pid))).parent()
+        return f", started by {parent.name()} ({parent.pid})" if parent is not None else ""
+    return ""
 
 
 def remove_partials(root: Path, device: Device) -> None:
