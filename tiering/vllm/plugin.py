@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,9 +71,11 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
 def _transfer_configs(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
     values: list[Any] = list(_values(arguments, _TRANSFER))
-    for path in _values(arguments, "--config"):
+    for path in map(Path, _values(arguments, "--config")):
+        if path.suffix not in (".yaml", ".yml"):  # vLLM takes no other
+            continue
         with contextlib.suppress(OSError, ValueError, ImportError):  # vLLM will say
-            whole = msgspec.yaml.decode(Path(path).read_bytes(), type=dict[str, Any])
+            whole = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
             values += [value for key, value in whole.items() if _dashed(f"--{key}") == _TRANSFER]
     values.append(_dotted(arguments))
     for value in values:
@@ -100,11 +103,21 @@ def _dotted(arguments: Sequence[str]) -> dict[str, Any]:
             inside = inside.setdefault(key, {})
             if not isinstance(inside, dict):
                 return {}  # one flag for the whole, another for a part: vLLM's affair
-        try:
-            inside[keys[-1]] = json.loads(value)
-        except ValueError:
-            inside[keys[-1]] = value
+        inside[keys[-1].removesuffix("+")] = (
+            value.split(",") if keys[-1].endswith("+") else _dotted_value(value)
+        )
     return found
+
+
+def _dotted_value(text: str) -> Any:
+    """As vLLM reads it: JSON, else a number with a unit, of 1000 if it is small, else text."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text):
+        number, unit = match.groups()
+        base = 1000 if unit.islower() else 1024
+        return int(float(number) * base ** ("kmgt".index(unit.lower()) + 1))
+    return text
 
 
 def _engines_of_this_node(arguments: Sequence[str]) -> int:

@@ -104,7 +104,14 @@ def test_settings_are_checked_wherever_a_command_line_has_them(tmp_path: Path) -
     flags += [f"--kv_transfer_config.{_EXTRA}.cpu_bytes_to_use", "1GiB"]
     flags += [f"--kv-transfer-config.{_EXTRA}.disk.root", "/a"]
     budget = f"--kv-transfer-config.{_EXTRA}.disk.budget"
-    check_command_line([*flags, budget, "4000000"])
+    for good in ("4000000", "256m", "1G", "256MB", "1.5GiB"):
+        check_command_line([*flags, budget, good])
+    chunks = f"--kv-transfer-config.{_EXTRA}.blocks_per_chunk"
+    check_command_line([*flags, budget, "1G", chunks, "1k"])  # vLLM makes 1000 of it
+    with pytest.raises(ConfigError, match=r"blocks_per_chunk: expected 1 to .*, got 1048576$"):
+        check_command_line([*flags, budget, "1G", chunks, "1M"])
+    with pytest.raises(ConfigError, match=r"disk.roots\[0\]: expected object, got '/a'$"):
+        check_command_line([*flags, f"--kv-transfer-config.{_EXTRA}.disk.roots+", "/a,/b"])
     with pytest.raises(ConfigError, match=place):
         check_command_line([*flags, f"{budget}=10XB"])
     path = tmp_path / "vllm.yaml"
