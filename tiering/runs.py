@@ -46,27 +46,29 @@ def runs_of(pages: Pages, at_most: int, *, uneven: bool) -> list[Run] | None:
     turns = (steps[:, 1:] != steps[:, :-1]).any(axis=0)
     is_even = (steps[0] != 0) & ((steps[1] != 0) != (steps[2] != 0))
     places = np.arange(count)
-    even_stops = places + 1
-    even_stops[:-1][is_even] = _next(turns, places[:-1][is_even], count - 1) + 1
-    even_until = even_stops.tolist()
-    chunk_until = _next(steps[1] != 0, places, count).tolist()
-    block_ids, slots, blocks = (column.tolist() for column in pages)
+    even_until = places + 1
+    even_until[:-1][is_even] = _next(turns, places[:-1][is_even], count - 1) + 1
+    chunk_until = _next(steps[1] != 0, places, count)
     runs: list[Run] = []
     start = 0
     while start < count:
         if len(runs) == at_most:
             return None
-        stop = even_until[start]
+        even_stop = even_until.item(start)
+        stop = even_stop
         if stop - start < _EVEN_MIN:
-            stop = chunk_until[start] if uneven else min(stop, chunk_until[start])
+            stop = chunk_until.item(start)
+            if not uneven:
+                stop = min(stop, even_stop)
+        block_id, slot, block = (column.item(start) for column in pages)
         step = steps[:, start].tolist() if stop - start > 1 else (1, 0, 1)
         runs.append(
             Run(
-                _progression(block_ids[start], step[0], stop - start)
-                if stop <= even_until[start]
+                _progression(block_id, step[0], stop - start)
+                if stop <= even_stop
                 else pages.block_ids[start:stop],
-                _progression(slots[start], step[1], stop - start) if step[1] else slots[start],
-                _progression(blocks[start], step[2], stop - start) if step[2] else blocks[start],
+                _progression(slot, step[1], stop - start) if step[1] else slot,
+                _progression(block, step[2], stop - start) if step[2] else block,
             )
         )
         start = stop

@@ -10,6 +10,8 @@ no order" has somewhere to jump.
 
 Every round takes each side once, in an order drawn anew, so that a slow moment of a shared machine
 meets all of them; a figure is the median of the rounds, a ratio the median of the rounds' ratios.
+Time is the thread's own: what other processes take of its core is not in it, what they take of
+caches and memory is.
 What was stored and what was loaded, into other blocks, is compared with where it came from.
 """
 
@@ -233,10 +235,10 @@ def measure(bench: Bench, rounds: int) -> tuple[list[Figure], str]:
         for turn in range(rounds + 1):
             order.shuffle(names)
             for name in names:
-                started = time.perf_counter()
+                started = time.thread_time()
                 sides[name](op)
                 if turn:  # the first is to warm up
-                    seconds[name].append(time.perf_counter() - started)
+                    seconds[name].append(time.thread_time() - started)
         bench.kvtier(op)  # the others left their bytes
         digests.append(bench.check(op))
         speed = {name: bench.bytes_of(op) / median(taken) / 1e9 for name, taken in seconds.items()}
