@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import socket
 import subprocess
 import time
@@ -32,12 +31,12 @@ from storage.facts import RowFacts
 from storage.namespace import NONCE, Identity
 from storage.options import StoreOptions
 from storage.service import messages
+from storage.service.connection import Connection
 from storage.service.messages import (
     Attach,
     Attached,
     Clear,
     Done,
-    FrameSplitter,
     Published,
     Read,
     Ready,
@@ -58,7 +57,6 @@ from storage.types import RowKey, RowOutcome
 
 log = logging.getLogger("kvtier.client")
 
-_RECEIVE_BYTES = 1 << 18  # per poll, so that the index of a store that came back holds no step up
 _UNSENT_BYTES_MAX = 4 << 20  # for a store that does not listen; above it jobs are declined
 _BACKOFF_S_MIN = 1.0
 _BACKOFF_S_MAX = 60.0
@@ -145,14 +143,9 @@ class StoreClient:
         self._released: list[tuple[int, int]] = []
         self._next_job_id = 0
         self._finished: list[FinishedJob] = []
-        self._connection: socket.socket | None = None
-        self._readable: select.epoll
-        """Of the connection, while there is one."""
+        self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._splitter = FrameSplitter()
-        self._unsent = bytearray()
         self._touched: list[list[RowKey]] = []  # since the last poll
-        self._received = memoryview(bytearray(_RECEIVE_BYTES))
         self._ready = False
         self._refusal: str | None = None
         self._restart_at = 0.0
@@ -188,7 +181,8 @@ class StoreClient:
                     timeout_s,
                 )
                 return
-            select.select([self._connection], [], [], left)
+            self._connection.wait(left)
+            self._send_pending()
             self._receive()
 
     def close(self) -> None:
@@ -221,12 +215,10 @@ class StoreClient:
         """Say what is left to say, and hear what the store says until it hangs up too."""
         is_shut = False
         while self._connection is not None and (left := deadline - time.monotonic()) > 0:
-            if not self._unsent and not is_shut:
+            if not self._connection.unsent_bytes and not is_shut:
                 is_shut = True
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_WR)
-            writing = [self._connection] if self._unsent else []
-            select.select([self._connection], writing, [], left)
+                self._connection.hang_up()
+            self._connection.wait(left)
             self._send_pending()
             self._receive()
 
@@ -257,7 +249,7 @@ class StoreClient:
     @property
     def unsent_bytes(self) -> int:
         """Messages that wait for the store process to take them."""
-        return len(self._unsent)
+        return 0 if self._connection is None else self._connection.unsent_bytes
 
     # -- asking and doing -----------------------------------------------------------------------
 
@@ -345,9 +337,9 @@ class StoreClient:
         if self._connection is not None:
             if self._touched:
                 self._put_touches()
-            if self._unsent:
+            if self._connection.unsent_bytes:
                 self._send_pending()
-            if self._connection is not None and self._readable.poll(0):
+            if self._connection is not None and self._connection.has_something():
                 self._receive()
             self._notice_silence()
         elif self._reap() and not self._closed and self._now() >= self._restart_at:
@@ -422,18 +414,11 @@ class StoreClient:
             smaller=self._smaller,
             stages_reads=self._stages_reads,
         )
-        frame = messages.encode_frame([attach])
-        ours.setblocking(False)
-        self._connection = ours
-        self._readable = select.epoll(1)
-        self._readable.register(ours, select.EPOLLIN)
-        self._splitter = FrameSplitter()
+        self._connection = Connection(ours)
         try:
-            sent = socket.send_fds(ours, [frame], [self._rows.fd])
+            self._connection.attach(attach, self._rows.fd)
         except OSError:  # it ended at once
             self._lost()
-        else:
-            self._unsent = bytearray(frame[sent:])
 
     def _restart(self) -> None:
         self._usage_before = self.usage
@@ -449,24 +434,23 @@ class StoreClient:
 
     def _has_room(self) -> bool:
         """Whether the store process listens, or has not been silent for long."""
-        if len(self._unsent) >= _UNSENT_BYTES_MAX:
+        if self.unsent_bytes >= _UNSENT_BYTES_MAX:
             self._send_pending()
-        return len(self._unsent) < _UNSENT_BYTES_MAX
+        return self.unsent_bytes < _UNSENT_BYTES_MAX
 
     def _put(self, request: Request) -> None:
         """Sent with all that was put before it: at once if somebody waits for it, else by the next
         poll.  A send wakes the store process, which may then take the caller's core."""
-        self._unsent += messages.encode_frame([request])
+        if self._connection is None:
+            return  # it was just lost, and its jobs with it
+        self._connection.put(request)
         if isinstance(request, _SENT_AT_ONCE):
             self._send_pending()
 
     def _send_pending(self) -> None:
-        while self._unsent and self._connection is not None:
+        if self._connection is not None:
             try:
-                sent = self._connection.send(self._unsent)
-                del self._unsent[:sent]
-            except BlockingIOError:
-                return
+                self._connection.send()
             except OSError:
                 self._lost()
 
@@ -474,19 +458,16 @@ class StoreClient:
         if self._connection is None:
             return
         try:
-            size = self._connection.recv_into(self._received)
-        except BlockingIOError:
-            return
-        except OSError:
-            size = 0
-        if not size:
+            size = self._connection.receive()
+        except (OSError, EOFError):
             self._lost()
+            return
+        if not size:
             return
         self._heard()
         try:
-            for body in self._splitter.feed(self._received[:size]):
-                for reply in messages.reply_decoder.decode(body):
-                    self._handle(reply)
+            for reply in self._connection.replies(size):
+                self._handle(reply)
         except (ValueError, msgspec.MsgspecError) as exc:
             log.error("the store process talks nonsense and is killed: %s", exc)
             if self._process is not None:
@@ -568,9 +549,7 @@ class StoreClient:
         self._is_hanging_up = True
         self._ready = False
         self._replica.forget()
-        self._unsent.clear()
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+        self._connection.hang_up()
 
     def _lost(self) -> None:
         """The connection is gone, and with it the index; the jobs end with the process."""
@@ -601,10 +580,8 @@ class StoreClient:
 
     def _disconnect(self) -> None:
         if self._connection is not None:
-            self._readable.close()
             self._connection.close()
             self._connection = None
         self._ready = False
-        self._unsent.clear()
         self._touched.clear()
         self._replica.forget()

@@ -415,7 +415,7 @@ def test_what_is_said_to_a_deaf_store_is_bounded(
         client.write([KEY], [0])
         client.touch([KEY])
     declined = client.poll()
-    assert len(client._unsent) < 20_000
+    assert client.unsent_bytes < 20_000
     assert len(declined) + client.pending_jobs == 10_000
     assert {outcome for job in declined for outcome in job.outcomes} == {RowOutcome.DECLINED}
     client.read([KEY], [0])
@@ -433,7 +433,7 @@ def test_closing_does_not_wait_for_ever_for_a_deaf_store(
     monkeypatch.setattr(client_module, "_EXIT_TIMEOUT_S", 0.2)
     for _ in range(20_000):
         client.write([KEY], [0])
-    assert len(client._unsent) > 0
+    assert client.unsent_bytes > 0
     client.close()
     assert store.is_killed
 
