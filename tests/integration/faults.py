@@ -158,7 +158,11 @@ class FaultyServer:
         self._forget_device()
 
     def _forget_device(self) -> None:
-        self._client.post(self._url("/reset_prefix_cache")).raise_for_status()
+        def is_reset() -> bool:
+            reply = self._client.post(self._url("/reset_prefix_cache")).raise_for_status()
+            return bool(reply.json()["success"])
+
+        await_that(is_reset, "blocks of the device are in use for ever")  # by copies, at first
 
     def metrics(self) -> Metrics:
         """As of now, or later; others may ask meanwhile."""

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
 from scripts.serving import Metrics, VllmServer
 from tiering.pace import REPORT_S
 
@@ -92,3 +94,18 @@ def settled_metrics(
 
     await_that(is_so, otherwise)
     return found[0]
+
+
+def reset_cache(server: VllmServer, *, external: bool = False) -> None:
+    """Empty the device's own cache, as who loads other weights does, and with `external` what is
+    below; vLLM says to try again while blocks are in use."""
+    url = f"http://127.0.0.1:{server.port}/reset_prefix_cache"
+
+    def is_reset() -> bool:
+        answer = httpx.post(
+            url, params={"reset_external": external}, timeout=HANG_S, trust_env=False
+        )
+        assert answer.status_code == httpx.codes.OK, answer.text
+        return bool(answer.json()["success"])
+
+    await_that(is_reset, "never reset")

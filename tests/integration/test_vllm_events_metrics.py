@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from scripts.models import MODELS
@@ -32,7 +31,7 @@ from tests.integration.conftest import (
 )
 from tests.integration.kv_events import DISK, REGION, Subscriber
 from tests.integration.processes import serves, store_processes
-from tests.integration.settling import HANG_S, await_that, settled_metrics, step
+from tests.integration.settling import await_that, reset_cache, settled_metrics, step
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
@@ -143,18 +142,6 @@ def assert_loads_agree(grown: Growth) -> None:
     assert grown("kvtier:promotions_failed_total") == bad
 
 
-def forget_on_device(server: VllmServer, *, and_below: bool = False) -> None:
-    """Empty the device's own cache; what is asked for next comes from region and disk."""
-    url = f"http://127.0.0.1:{server.port}/reset_prefix_cache"
-    reply = httpx.post(
-        url,
-        params={"reset_external": str(and_below).lower()},
-        timeout=HANG_S,
-        trust_env=False,
-    )
-    assert reply.json() == {"success": True}
-
-
 def damage_every_row(root: Path) -> None:
     """Change what stands in the second half of each segment: rows, not headers."""
     for segment in root.glob("*/rows/c/*/0"):
@@ -195,7 +182,7 @@ def test_events_and_metrics_say_what_the_disk_and_the_test_have_counted(
     _assert_self_describing(heard)
 
     # Promoted, which evicts others.
-    forget_on_device(server)
+    reset_cache(server)
     assert answers(server, PROMPTS[3:4]) == expected[3:4]
     before, metrics = metrics, await_agreement(server, heard, root)
     assert tokens_from(metrics, "disk") > 0
@@ -204,7 +191,7 @@ def test_events_and_metrics_say_what_the_disk_and_the_test_have_counted(
     # Damaged: what is asked for and turns out corrupt is gone for a router too.
     known = heard.keys(DISK)
     damage_every_row(root)
-    forget_on_device(server)
+    reset_cache(server)
     assert answers(server, PROMPTS[3:]) == expected[3:]
     before, metrics = metrics, await_agreement(server, heard, root)
     assert_loads_agree(Growth(before, metrics))
@@ -245,7 +232,7 @@ def test_events_and_metrics_say_what_the_disk_and_the_test_have_counted(
     await_that(lambda: heard.keys(DISK) == on_disk, "not told before the first request")
     assert heard.keys(REGION) == set()
 
-    forget_on_device(server, and_below=True)
+    reset_cache(server, external=True)
     await_agreement(server, heard, root, rows=0)
     assert keys_on_disk(root) == heard.keys(REGION) == set()
     # The next process may still be on its way: what it misses, it is given then.

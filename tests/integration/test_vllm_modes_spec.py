@@ -23,7 +23,7 @@ from tests.integration.conftest import (
     tokens_from,
     transfer_config,
 )
-from tests.integration.settling import HANG_S, await_that, current_metrics
+from tests.integration.settling import await_that, current_metrics, reset_cache
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
@@ -89,20 +89,6 @@ def cancel_some(server: VllmServer, prompts: Sequence[str]) -> None:
         thread.join()
 
 
-def reset(server: VllmServer, *, external: bool) -> None:
-    """As who loads other weights does; vLLM says to try again while blocks are in use."""
-    url = f"http://127.0.0.1:{server.port}/reset_prefix_cache"
-
-    def is_reset() -> bool:
-        answer = httpx.post(
-            url, params={"reset_external": external}, timeout=HANG_S, trust_env=False
-        )
-        assert answer.status_code == httpx.codes.OK, answer.text
-        return bool(answer.json()["success"])
-
-    await_that(is_reset, "never reset")
-
-
 def assert_nothing_is_held(server: VllmServer) -> None:
     await_that(
         lambda: settled(server).value("kvtier:region_slots", use="busy") == 0, "slots stay pinned"
@@ -145,7 +131,7 @@ def test_spec_roles_with_generated_tokens_in_chunks_of_two_blocks(
     of = Starter(start_server, tmp_path / "store")
     server = of.start("kv_producer", 2)
     produced = ask(server, prompts, 100, at_once=4)
-    reset(server, external=False)
+    reset_cache(server, external=False)
     again = ask(server, prompts, 100, at_once=4)
     assert again.tokens == produced.tokens
     assert produced.from_store == again.from_store == 0, "a producer never loads"
@@ -157,7 +143,7 @@ def test_spec_roles_with_generated_tokens_in_chunks_of_two_blocks(
     consumed = ask(server, prompts, 100, at_once=4)
     assert consumed.tokens == produced.tokens
     assert consumed.from_store >= 5 * 64 * len(prompts)
-    reset(server, external=False)
+    reset_cache(server, external=False)
     continued = ask(server, answered(server, prompts, produced.tokens), at_once=4)
     assert continued.from_store >= 6 * 64 * len(prompts), "what was generated is found as well"
     new = ask(server, short_prompts(10, 331)[8:])
@@ -192,7 +178,7 @@ def test_spec_preemption_drafts_cancelled_requests_and_reset(
     assert_nothing_is_held(server)
     longer = answered(server, prompts[:3], expected.tokens[:3])
     continued = ask(server, longer)
-    reset(server, external=True)
+    reset_cache(server, external=True)
     assert ask(server, longer, writes=False) == Asked(continued.tokens, 0)
     of.stop(server)
 

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from scripts.serving import Metrics, VllmServer
@@ -21,7 +20,7 @@ from tests.integration.conftest import (
     tokens_from,
     transfer_config,
 )
-from tests.integration.settling import settled_metrics
+from tests.integration.settling import reset_cache, settled_metrics
 
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
@@ -80,8 +79,7 @@ def test_spec_two_disk_tiers_outlive_the_loss_of_the_first(
     assert metrics.value("kvtier:promotions_failed_total") == 0
 
     before = metrics
-    url = f"http://127.0.0.1:{server.port}/reset_prefix_cache?reset_external=true"
-    assert httpx.post(url, timeout=60.0, trust_env=False).json() == {"success": True}
+    reset_cache(server, external=True)
     assert answers(server, PROMPTS) == cold
     metrics = metrics_when(
         server,
