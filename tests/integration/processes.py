@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
@@ -18,8 +19,16 @@ def store_processes() -> list[psutil.Process]:
 
 
 def serves(process: psutil.Process, root: Path) -> bool:
-    """Whether a store process has files below `root` open."""
+    """Whether a store process has `root`, which it locks, or anything below open."""
     try:
-        return any(file.path.startswith(str(root)) for file in process.open_files())
-    except psutil.Error:
+        descriptors = list(Path(f"/proc/{process.pid}/fd").iterdir())
+    except OSError:  # it ends
         return False
+    return any(_target(descriptor).startswith(str(root)) for descriptor in descriptors)
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except OSError:  # closed meanwhile
+        return ""
