@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from storage.findings import Trouble
 from storage.inspection import RowInspector
 from storage.sizes import parse_size
-from storage.survey import NamespaceSurvey, RootSurvey, Trouble, survey_root
+from storage.survey import NamespaceSurvey, RootSurvey, survey_root
 from storage.types import RowKey
 from tiering.cli import words
 from tiering.cli.choice import choose_namespace

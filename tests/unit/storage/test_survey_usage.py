@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from storage.device import LocalDevice, ReadOnlyDevice
 from storage.errors import DeviceError, RootUnusable
 from storage.facts import RowFacts
+from storage.findings import Trouble
 from storage.header import ENTRY, SegmentGeometry, encode_index, encode_table, new_entries
 from storage.namespace import Identity, namespace_metadata, root_metadata, rows_metadata
 from storage.segment import segment_path
 from storage.status import STATUS_BYTES_MAX, Counters, StatusKeeper, StoreStatus, read_status
 from storage.store import DiskStore
-from storage.survey import Trouble, places_of, survey_root
+from storage.survey import places_of, survey_root
 from storage.testing.contract import StoreHarness, options_for
 from storage.testing.faulty import FaultyDevice, Raise
 from storage.testing.rows import aligned_rows, filled_rows, key_of, soft_row_of
