@@ -120,6 +120,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "OffloadingConnectorScheduler",
         "SchedulerOffloadConfig",
         "GroupOffloadConfig",
+        "RequestGroupState",
     ),
     f"{CONNECTOR}.offloading.worker": ("OffloadingConnectorWorker",),
     "vllm.v1.kv_cache_interface": (
@@ -136,9 +137,10 @@ CLASSES: dict[str, tuple[str, ...]] = {
 # Of these classes we only call a few methods; the rest may change as it likes.
 CALLED_ONLY: dict[str, frozenset[str]] = {
     "OffloadPromMetrics": frozenset({"__init__", "observe"}),
-    "OffloadingConnectorScheduler": frozenset({"__init__"}),
+    "OffloadingConnectorScheduler": frozenset({"__init__", "_update_req_states"}),
     "SchedulerOffloadConfig": frozenset(),
     "GroupOffloadConfig": frozenset(),
+    "RequestGroupState": frozenset(),
     "OffloadingConnectorWorker": frozenset({"__init__", "register_kv_caches"}),
     "CPUOffloadingSpec": frozenset({"__init__"}),
     "TieringOffloadingSpec": frozenset({"__init__", "get_manager"}),

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tests.integration.quiet_vllm  # isort: skip  # noqa: F401
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -69,6 +71,15 @@ def test_identity_of_adapters_is_not_known_to_a_tier() -> None:
     tier.refuse_adapters(SimpleNamespace(lora_config=None))
     with pytest.raises(ConfigError, match=r"--enable-lora: expected none, or .*KvtierConnector"):
         tier.refuse_adapters(SimpleNamespace(lora_config=object()))
+
+
+def test_chunks_of_several_blocks_are_refused_where_a_window_leaves_some() -> None:
+    shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    full = KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))
+    window = KVCacheGroupSpec(["b"], SlidingWindowSpec(**shape, sliding_window=32))
+    tier.refuse_windows(SimpleNamespace(kv_cache_groups=[full]), 2)
+    with pytest.raises(ConfigError, match=r"blocks_per_chunk: expected none or 1, .* got 2$"):
+        tier.refuse_windows(SimpleNamespace(kv_cache_groups=[full, window]), 2)
 
 
 class OtherSpec(TieringOffloadingSpec):  # type: ignore[misc]

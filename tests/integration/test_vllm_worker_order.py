@@ -114,7 +114,14 @@ def kv_of(tokens: list[int], count: int, weights: int) -> np.ndarray[Any, np.dty
 class Engine:
     """One scheduler and one rank, step by step."""
 
-    def __init__(self, directory: Path, name: str, windowed: bool, window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        windowed: bool,
+        window: int = WINDOW,
+        chunk_blocks: int = 1,
+    ) -> None:
         model = directory / "model"
         model.mkdir(exist_ok=True)
         config = {
@@ -149,9 +156,11 @@ class Engine:
                 kv_connector_extra_config={
                     "cpu_bytes_to_use": ROWS * 4096 + 8192,
                     "offload_prompt_only": False,
+                    "blocks_per_chunk": chunk_blocks,
                 },
             ),
         )
+        self.chunk_blocks = chunk_blocks
         settings.cache_config.num_gpu_blocks = BLOCKS
         shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         full = FullAttentionSpec(**shape)
@@ -223,6 +232,9 @@ class Engine:
         """One step, in the order of vLLM's model runner."""
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
+        for job in meta.store_jobs.values():
+            blocks = [*job.src_spec.group_sizes, *job.src_spec.block_indices]
+            assert not any(count % self.chunk_blocks for count in blocks), "a part as the whole"
         self.seen["loads"] += len(meta.load_jobs)
         self.seen["stores"] += len(meta.store_jobs)
         self.seen["flushes"] += len(meta.jobs_to_flush)
@@ -307,15 +319,20 @@ class Engine:
         self.rank.shutdown()
 
 
-@pytest.mark.parametrize("windowed", [False, True], ids=["full attention", "sliding window"])
+@pytest.mark.parametrize(
+    ("windowed", "chunk_blocks"),
+    [(False, 1), (True, 1), (True, 2)],
+    ids=["full attention", "sliding window", "sliding window, chunks of two blocks"],
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_history_makes_the_model_see_another_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windowed: bool, seed: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windowed: bool, chunk_blocks: int, seed: int
 ) -> None:
     monkeypatch.setattr(worker_module, "CopyQueue", LateQueue)
     LateQueue.chance = random.Random(seed)
     chance = random.Random(seed)
-    engine = Engine(tmp_path, f"order-{windowed}-{seed}", windowed)
+    name = f"order-{windowed}-{chunk_blocks}-{seed}"
+    engine = Engine(tmp_path, name, windowed, chunk_blocks=chunk_blocks)
     documents = [[chance.randrange(500) for _ in range(200)] for _ in range(4)]
     for step in range(250):
         if len(engine.scheduler.requests) < 6 and chance.random() < 0.5:

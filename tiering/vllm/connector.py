@@ -19,9 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    OffloadingConnectorScheduler,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
@@ -30,12 +27,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector as _OffloadingConnector,
 )
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from storage.errors import StorageError
 from tiering.config import Config, refuse_shared_root
 from tiering.vllm.facts import EngineFacts, refuse_unreusable
 from tiering.vllm.plugin import configure_logging, log
+from tiering.vllm.scheduler import WindowScheduler
 from tiering.vllm.selective import SelectiveManager
 from tiering.vllm.spec import KvtierSpec, RankReport
 
@@ -70,10 +67,7 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
             spec = KvtierSpec(config, facts, vllm_config)
             self._spec = spec
             if role == KVConnectorRole.SCHEDULER:
-                self.connector_scheduler = OffloadingConnectorScheduler(
-                    spec, vllm_config, kv_cache_config
-                )
-                _ask_for_windows_that_are_kept(self.connector_scheduler)
+                self.connector_scheduler = WindowScheduler(spec, vllm_config, kv_cache_config)
             else:
                 self.connector_worker = OffloadingConnectorWorker(
                     spec, vllm_config, kv_cache_config
@@ -126,21 +120,6 @@ class KvtierConnector(_OffloadingConnector):  # type: ignore[misc]
         return super().build_prom_metrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
-
-
-def _ask_for_windows_that_are_kept(scheduler: Any) -> None:
-    """A token attends to `window - 1` tokens before it, and vLLM keeps the blocks of so many; but
-    to load a prefix it asks for chunks of `window` tokens.  Of a window of whole chunks and one
-    token, as Cohere's models have, that is a chunk more than anybody stored: never a hit."""
-    groups = []
-    for group in scheduler.config.kv_group_configs:
-        spec = group.kv_cache_spec
-        if isinstance(spec, SlidingWindowSpec):
-            kept_tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
-            chunks = max(1, -(-kept_tokens // group.tokens_per_chunk))
-            group = group._replace(sliding_window_size_in_chunks=chunks)
-        groups.append(group)
-    scheduler.config = scheduler.config._replace(kv_group_configs=tuple(groups))
 
 
 def _settings(vllm_config: Any) -> Config:

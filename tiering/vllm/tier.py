@@ -37,6 +37,7 @@ from tiering.vllm.events import EventStream
 from tiering.vllm.facts import refuse_unreusable
 from tiering.vllm.identity import display_name, identity_of_rows
 from tiering.vllm.plugin import configure_logging
+from tiering.vllm.scheduler import has_window
 from tiering.vllm.stats import connector_stats, metric_definitions
 
 log = logging.getLogger("kvtier.vllm")
@@ -190,6 +191,8 @@ def _connect(spec: Any, view: memoryview, options: StoreOptions) -> StoreClient:
     vllm_config = _engine_config(spec)
     refuse_unreusable(vllm_config)
     refuse_adapters(vllm_config)
+    if spec.blocks_per_chunk > 1:
+        refuse_windows(_connector(spec)._kv_cache_config, spec.blocks_per_chunk)
     name = tier_identity(spec, vllm_config)
     config = spec.config
     ranks = config.parallel.world_size
@@ -252,6 +255,19 @@ def refuse_adapters(vllm_config: Any) -> None:
         )
 
 
+def refuse_windows(kv_cache_config: Any, blocks_per_chunk: int) -> None:
+    """Of a chunk that a window has left in part, vLLM stores the rest under the name of the whole.
+    Raises `ConfigError`."""
+    for group in kv_cache_config.kv_cache_groups:
+        if has_window(group.kv_cache_spec):
+            raise ConfigError(
+                "kv_connector_extra_config.blocks_per_chunk",
+                'none or 1, or "kv_connector": "KvtierConnector", for a model whose layers have '
+                "windows",
+                blocks_per_chunk,
+            )
+
+
 def tier_identity(spec: Any, vllm_config: Any) -> Identity:
     """What shapes the bytes of vLLM's rows.  Raises `ConfigError` for what can't be established.
 
@@ -278,7 +294,12 @@ def tier_identity(spec: Any, vllm_config: Any) -> Identity:
 
 
 def _engine_config(spec: Any) -> Any:
-    """The `VllmConfig` of the engine that builds `spec`.
+    """The `VllmConfig` of the engine that builds `spec`."""
+    return _connector(spec)._vllm_config
+
+
+def _connector(spec: Any) -> Any:
+    """A connector that builds `spec` and has the configuration of its engine.
 
     vLLM shows a tier a model's name and no more: neither weights nor revision, RoPE, overrides or
     quantisation, and rows of two models under one path would be one another's.  The connector that
@@ -296,7 +317,7 @@ def _engine_config(spec: Any) -> Any:
             continue
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector_extra_config is settings:
-            found[id(vllm_config)] = vllm_config
+            found[id(vllm_config)] = candidate
     if len(found) != 1:
         raise ConfigError(
             "kv_connector",
@@ -304,5 +325,5 @@ def _engine_config(spec: Any) -> Any:
             '(or "KvtierConnector" with the same settings as `disk`)',
             f"{len(found)} configurations",
         )
-    [vllm_config] = found.values()
-    return vllm_config
+    [connector] = found.values()
+    return connector
