@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -247,7 +248,10 @@ def _stores(settings: Settings, where: str, dp_rank: int) -> dict[str, StoreOpti
 
 
 def _is_apart(root: Path, others: Iterable[Path]) -> bool:
-    return not any(root.is_relative_to(o) or o.is_relative_to(root) for o in others)
+    """As far as names tell: of links to one directory the second finds it locked."""
+    root = Path(os.path.normpath(root))
+    plain = [Path(os.path.normpath(other)) for other in others]
+    return not any(root.is_relative_to(o) or o.is_relative_to(root) for o in plain)
 
 
 def _store_options(disk: DiskSettings, where: str, dp_rank: int) -> StoreOptions:

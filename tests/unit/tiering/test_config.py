@@ -193,6 +193,7 @@ def test_several_tiers_are_stores_in_order() -> None:
         (_with({"io_threads": 0}), "disk.io_threads", "0"),
         (_with({"roots": [{"root": "/a", "budget": "1GB"}]}), "disk.roots", "'both'"),
         (_roots(("/a", "1GB"), ("/a/b", "1GB")), "disk.roots[1].root", "'/a/b'"),
+        (_roots(("/a/b/..", "1GB"), ("/a/c", "1GB")), "disk.roots[1].root", "'/a/c'"),
         (_roots(("/a", "1GB"), ("/b", "-1")), "disk.roots[1].budget", "'-1'"),
         (_roots((" ", "1GB")), "disk.roots[0].root", "' '"),
         (_with({"write_threads": 9}), "disk.write_threads", "9"),
