@@ -215,7 +215,9 @@ def known_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no connector, whose configuration a tier's identity is made of."""
     model = SimpleNamespace(model="model", is_prefix_caching_supported=True)
     config = SimpleNamespace(model_config=model, lora_config=None)
-    monkeypatch.setattr(tier, "_engine_config", lambda _spec: config)
+    caches = SimpleNamespace(kv_cache_groups=[])
+    connector = SimpleNamespace(_vllm_config=config, _kv_cache_config=caches)
+    monkeypatch.setattr(tier, "_connector", lambda _spec: connector)
     monkeypatch.setattr(tier, "tier_identity", lambda _spec, _config: Identity("model", {}))
 
 
