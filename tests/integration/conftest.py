@@ -26,10 +26,19 @@ needs_vllm = pytest.mark.skipif(
 
 StartServer = Callable[..., VllmServer]
 
+# What a kernel does about a request that its disk has lost takes 30 s, and writes wait for it: in
+# tests of something else these are no writes that hang.
+WRITE_TIMEOUT_S = 100.0
+
 
 def transfer_config(root: Path, **extra: Any) -> Mapping[str, Any]:
     """`--kv-transfer-config` for a store in `root`; `extra` replaces settings of the disk tier."""
-    disk = {"root": str(root), "budget": "256MB", **extra}
+    disk = {
+        "root": str(root),
+        "budget": "256MB",
+        "write_timeout_s": WRITE_TIMEOUT_S,
+        **extra,
+    }
     return {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "tiering.vllm.connector",
