@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from scripts.make_model import ensure_model
 from storage.errors import ConfigError
+from storage.namespace import Identity
 from tests.integration.conftest import transfer_config
 from tiering.rows import RowLayout, row_identity
 from tiering.topology import LayerFacts, Parallelism
@@ -185,6 +186,15 @@ def test_identity_covers_the_row(config: Any) -> None:
     assert fingerprint(config, layout=row_layout(tp=2)) == plain, "single copies carry over"
     assert fingerprint(config, kv_layout="LBNHC") != plain
     assert row_identity(row_layout()) == row_identity(row_layout(tp=2))
+
+
+def test_identity_knows_no_rows_of_chunks_that_were_stored_in_part(config: Any) -> None:
+    """As stores have them from before chunks of several blocks were stored whole or not at all."""
+    fields = identity_of(config, layout=row_layout(blocks_per_chunk=2)).fields
+    assert fields["chunks"] == "whole"
+    before = {name: value for name, value in fields.items() if name != "chunks"}
+    assert Identity("model", fields).fingerprint != Identity("model", before).fingerprint
+    assert "chunks" not in identity_of(config).fields, "of one block: what is there is found"
 
 
 def test_identity_resolves_dtype_auto(model: Path) -> None:

@@ -434,15 +434,20 @@ def test_rows_that_are_being_read_are_not_evicted(harness: FaultyHarness) -> Non
     harness.check({*KEYS[:15], KEYS[20]})
 
 
+@pytest.fixture
+def deadlines() -> Iterator[Deadlines]:
+    """Of stores that are opened by the test."""
+    with played_deadlines() as deadlines:
+        yield deadlines
+
+
 @pytest.mark.parametrize("op", ["preadv", "pwritev"])
-def test_a_call_that_hangs_ends_as_a_miss_and_keeps_its_buffer(memory_path: Path, op: str) -> None:
+def test_a_call_that_hangs_ends_as_a_miss_and_keeps_its_buffer(
+    memory_path: Path, op: str, deadlines: Deadlines
+) -> None:
     """The row that hangs is reported by the deadline, its buffer when the call returns; the other
     parts of the job, other jobs and the end of the store go their way."""
-    with played_deadlines() as deadlines:
-        hang_in_one_segment(FaultyHarness(memory_path / "root"), op, deadlines)
-
-
-def hang_in_one_segment(harness: FaultyHarness, op: str, deadlines: Deadlines) -> None:
+    harness = FaultyHarness(memory_path / "root")
     harness.write(KEYS[:8])
     gate, reached = threading.Event(), threading.Event()
     hangs = lambda o: o.path.parent.name == "0"  # noqa: E731
@@ -493,13 +498,9 @@ def hang_in_one_segment(harness: FaultyHarness, op: str, deadlines: Deadlines) -
 
 
 def test_a_disk_that_hangs_altogether_answers_every_read_by_its_deadline(
-    memory_path: Path,
+    memory_path: Path, deadlines: Deadlines
 ) -> None:
-    with played_deadlines() as deadlines:
-        hang_altogether(FaultyHarness(memory_path / "root"), deadlines)
-
-
-def hang_altogether(harness: FaultyHarness, deadlines: Deadlines) -> None:
+    harness = FaultyHarness(memory_path / "root")
     harness.close()
     harness.options = dataclasses.replace(harness.options, io_threads=2)
     harness.open()
